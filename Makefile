@@ -7,7 +7,7 @@ WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 # bytecode is kept even where the shell forbids it: each process that a test starts would compile all files again
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
-.PHONY: install demo test test-full test-all lint bench docs site clean
+.PHONY: install demo test test-full test-all test-containers lint bench docs site clean
 
 install: $(STAMP)
 
@@ -27,6 +27,10 @@ test-full: install
 	$(PYTEST) -m full
 
 test-all: test test-full
+
+# the containers of docs/deploy.md with an engine of their own; as root, where apt is; 77: it cannot be done here
+test-containers:
+	bash tests/load/containers.sh
 
 lint: install
 	$(BIN)/ruff check .

@@ -77,14 +77,16 @@ class Wave:
 
     def to(self, device: torch.device) -> "Wave":
         """The wave on a device."""
-        names = ("params", "update", "buffers", "pull", "returned")
-        return replace(self, **{name: {k: t.to(device) for k, t in getattr(self, name).items()} for name in names})
+        parts = (self.params, self.update, self.buffers, self.pull, self.returned)
+        params, update, buffers, pull, returned = ({name: t.to(device) for name, t in part.items()} for part in parts)
+        return replace(self, params=params, update=update, buffers=buffers, pull=pull, returned=returned)
 
     def of(self, chosen: Sequence[int]) -> "Wave":
         """A wave of only the chosen observations."""
-        rows = list(chosen)
-        parts = {n: {k: t[rows] for k, t in getattr(self, n).items()} for n in ("update", "pull", "returned")}
-        return replace(self, clients=tuple(self.clients[k] for k in rows), **parts)
+        parts = (self.update, self.pull, self.returned)
+        update, pull, returned = ({name: t[list(chosen)] for name, t in part.items()} for part in parts)
+        clients = tuple(self.clients[k] for k in chosen)
+        return replace(self, clients=clients, update=update, pull=pull, returned=returned)
 
     def alone(self, k: int) -> Update:
         """The k-th observation's update."""
@@ -300,12 +302,9 @@ class Reconstruction:
     confidence: Tensor | None = None
 
     def to(self, device: torch.device) -> "Reconstruction":
-        """The same with its tensors on a device."""
-        trace = self.trace
-        if trace is not None:
-            trace = Trace(trace.iteration.to(device), trace.objective.to(device), trace.x.to(device))
+        """The same with its tensors on a device; a trace is always in host memory."""
         x, y, confidence = (_moved(t, device) for t in (self.x, self.y, self.confidence))
-        return replace(self, x=x, y=y, trace=trace, confidence=confidence)
+        return replace(self, x=x, y=y, confidence=confidence)
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by their names in its file: what `from_tensors` reads back."""
@@ -332,7 +331,6 @@ class Attack(ABC):
     """A frozen dataclass: its fields are the hyperparameters, its methods state capabilities and needs."""
 
     is_stateful: ClassVar[bool] = False  # whether it remembers what it learned from a client's earlier updates
-    starts_from_images: ClassVar[bool] = False  # whether it can start from given images, by `continued`
     decodes: ClassVar[tuple[str, ...]] = ()  # server attacks of which the plan must have one; empty: any or none
     tunes: ClassVar[bool] = False  # whether it has `variants`
     is_random: ClassVar[bool] = True  # whether its streams may change what it reconstructs
@@ -377,12 +375,6 @@ class Attack(ABC):
         Args:
             streams: one for each observation; they are the only source of randomness, so packing does not change a start.
         """
-
-    def continued(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None
-    ) -> list[Reconstruction]:
-        """`reconstruct` from given images (K, B, C, H, W) in [0, 1] instead of noise; further restarts still draw noise."""
-        raise ValueError(f"{type(self).__name__} cannot start from given images")
 
     def initial(self) -> ClientState:
         """The state for a client that was not attacked before."""

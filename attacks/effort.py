@@ -4,11 +4,8 @@ The choice reads only the agreed protocol: the kind of data, the network, the ch
 scenario means the same audit everywhere.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -33,122 +30,108 @@ RIDGE_PARAMETERS = 1_000_000  # of a network, up to which a regression on its wh
 
 def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
     """The [[attack]] tables of an effort; more effort keeps each attack of less, with at least its budget."""
-    setting = _Setting(federation)
     groups = (*type(modality_of(federation.shards.dataset)).attacks, MEMBERSHIP)
     own = {entry.name for entry in ATTACK.entries() if entry.group in groups}
-    spent = ITERATIONS[effort]
-    return [
-        {**choice.table, "iterations": spent} if choice.searches else dict(choice.table)
-        for choice in _choices()
-        if choice.table["use"] in own and EFFORTS.index(choice.least) <= EFFORTS.index(effort) and choice.where(setting)
-    ]
+    model, shape = federation.model, federation.shards.dataset.shape
+    examples = federation.shards.batch_size * len(
+        federation.protocol.groups(1)[0]
+    )  # behind an update, or a group's sum
+
+    def works(attack: str) -> bool:
+        """Return whether the protocol and the network allow an attack."""
+        match attack:
+            case "analytic":
+                return examples == 1 and _dense(federation) is not None
+            case "patch_embedding":
+                return examples == 1 and embeds_patches(model, shape)
+            case "recursive":
+                return examples == 1 and _dense(federation) is None and _solvable(federation)
+            case "spear" | "spear_plus_plus":
+                dense = _dense(federation) if examples > 1 else None
+                readable = dense is not None and dense.relu and bool(dense.call.bias)
+                return readable and (attack == "spear_plus_plus" or not noise_is_known(federation))
+            case "exact" | "learned_rows":
+                return examples == 1
+            case "tag":
+                return bool(getattr(federation.chain.local, "adaptive", False))
+            case "bayes":
+                return noise_is_known(federation)
+            case "leave_layer_out":
+                return bool(federation.chain.hidden)
+            case "precode_joint" | "grad_inversion":
+                kind = StochasticLayer if attack == "precode_joint" else nn.modules.batchnorm._BatchNorm
+                return any(isinstance(module, kind) for module in model.modules())
+            case "gifd":
+                return prod(shape) <= GENERATED
+            case "surrogate":
+                return federation.chain.local.steps > 1
+            case "several_rounds":  # a client that trains on the same examples in every round
+                return min(map(len, federation.shards.indices)) <= federation.shards.batch_size
+            case "ridge_inversion":
+                return sum(p.numel() for p in model.parameters()) <= RIDGE_PARAMETERS
+        return True
+
+    levels = EFFORTS[: EFFORTS.index(effort) + 1]
+    chosen = [table for least, table in CHOICES if least in levels and table["use"] in own and works(table["use"])]
+    return [dict(table) if table["use"] in ONCE else {**table, "iterations": ITERATIONS[effort]} for table in chosen]
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """Properties of a federation that decide which attacks can work."""
-
-    federation: Federation
-
-    @property
-    def examples(self) -> int:
-        """Behind what the server sees of one client, or of one group under a secure sum."""
-        return self.federation.shards.batch_size * len(self.federation.protocol.groups(1)[0])
-
-    @cached_property
-    def noisy(self) -> bool:
-        """Return whether the chain draws noise of a known density."""
-        return noise_is_known(self.federation)
-
-    @cached_property
-    def dense(self) -> InputLayer | None:
-        """The fully connected layer that reads the whole example; one with a bias and a ReLU if there are several."""
-        try:
-            return dense_input_layer(self.federation.model, self.federation.shards.dataset.shape, biased=False)
-        except ValueError:  # none reads it; what else is wrong with the network is the doctor's to report
-            return None
-
-    @property
-    def reads_batches(self) -> bool:
-        """Return whether several examples pass such a layer with a bias and a ReLU."""
-        return self.examples > 1 and self.dense is not None and self.dense.relu and bool(self.dense.call.bias)
-
-    @property
-    def pixels(self) -> int:
-        return prod(self.federation.shards.dataset.shape)
-
-    def embeds_patches(self) -> bool:
-        """Return whether the network begins with a vision transformer's patches."""
-        return embeds_patches(self.federation.model, self.federation.shards.dataset.shape)
-
-    def solvable(self) -> bool:
-        """Return whether the network begins with a convolution and is a chain that `recursive` solves layer by layer."""
-        try:
-            return self.dense is None and bool(stages_of(self.federation.model, self.federation.shards.dataset.shape))
-        except Unattackable:
-            return False
-
-    def repeats(self) -> bool:
-        """Return whether some client trains on the same examples in every round."""
-        return min(map(len, self.federation.shards.indices)) <= self.federation.shards.batch_size
-
-    def small(self) -> bool:
-        """Return whether a regression on the network's whole updates stays cheap."""
-        return sum(p.numel() for p in self.federation.model.parameters()) <= RIDGE_PARAMETERS
-
-    def has(self, *kinds: type[nn.Module]) -> bool:
-        """Return whether the network has a layer of one of these kinds."""
-        return any(isinstance(module, kinds) for module in self.federation.model.modules())
+def _dense(fed: Federation) -> InputLayer | None:
+    """Return the fully connected layer that reads the whole example; one with a bias and a ReLU if there are several."""
+    try:
+        return dense_input_layer(fed.model, fed.shards.dataset.shape, biased=False)
+    except ValueError:  # none reads it; other faults of the network are the doctor's to report
+        return None
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """An attack, from which effort on, and where it can work; searches: it takes the effort's iterations."""
-
-    table: Table
-    least: Effort = "quick"
-    where: Callable[[_Setting], bool] = lambda setting: True
-    searches: bool = True
+def _solvable(fed: Federation) -> bool:
+    """Return whether the network is a chain that `recursive` solves layer by layer."""
+    try:
+        return bool(stages_of(fed.model, fed.shards.dataset.shape))
+    except Unattackable:
+        return False
 
 
-def _choices() -> Iterator[_Choice]:
-    """In the order of a report: exact attacks, searches, learned ones, membership."""
-    yield _Choice({"use": "analytic"}, "quick", lambda s: s.examples == 1 and s.dense is not None, searches=False)
-    yield _Choice({"use": "patch_embedding"}, "quick", lambda s: s.examples == 1 and s.embeds_patches(), searches=False)
-    yield _Choice({"use": "recursive"}, "quick", lambda s: s.examples == 1 and s.solvable(), searches=False)
-    yield _Choice({"use": "spear"}, "quick", lambda s: s.reads_batches and not s.noisy, searches=False)
-    yield _Choice({"use": "spear_plus_plus"}, "standard", lambda s: s.reads_batches, searches=False)
-    yield _Choice({"use": "exact"}, "quick", lambda s: s.examples == 1, searches=False)
-    yield _Choice({"use": "dager"}, searches=False)
-    yield _Choice({"use": "tag"}, "quick", lambda s: bool(getattr(s.federation.chain.local, "adaptive", False)))
-    yield _Choice({"use": "tableak", "restarts": 10})
-    yield _Choice({"use": "tableak", "name": "tableak_labels_given", "labels": "given", "restarts": 10}, "standard")
-
-    yield _Choice(_search("inverting_gradients", "off"))
-    yield _Choice(_search("inverting_gradients", "shadow", rate=FAST), "standard")
-    yield _Choice(_search("inverting_gradients", "shadow", given=True, rate=FAST), "standard")
-    yield _Choice(_search("bayes", "shadow"), "quick", lambda s: s.noisy)
-    yield _Choice(_search("bayes", "shadow", given=True), "standard", lambda s: s.noisy)
-    yield _Choice({"use": "leave_layer_out"}, "quick", lambda s: bool(s.federation.chain.hidden))
-    yield _Choice(_search("precode_joint", "off"), "quick", lambda s: s.has(StochasticLayer))
-    yield _Choice(_search("precode_joint", "shadow"), "standard", lambda s: s.has(StochasticLayer))
-    yield _Choice({"use": "grad_inversion"}, "standard", lambda s: s.has(nn.modules.batchnorm._BatchNorm))
-    yield _Choice(_search("gifd", "shadow"), "standard", lambda s: s.pixels <= GENERATED)
-    for tune in ("off", "shadow"):  # where little hides the update, as given is often ahead
-        yield _Choice(_search("gifd", tune, given=True), "thorough", lambda s: s.pixels <= GENERATED)
-    yield _Choice({"use": "surrogate"}, "standard", lambda s: s.federation.chain.local.steps > 1)
-    yield _Choice({"use": "several_rounds"}, "standard", lambda s: s.repeats())
-    yield _Choice({"use": "lamp"}, "standard")
-
-    for given in ({}, {"name": "ridge_inversion_labels_given", "labels": "given"}):
-        table = {"use": "ridge_inversion", **given}
-        yield _Choice(table, "thorough", lambda s: s.small(), searches=False)
-    yield _Choice({"use": "learned_rows"}, "thorough", lambda s: s.examples == 1)
-    yield _Choice({"use": "membership"}, searches=False)
-    yield _Choice({"use": "membership_over_rounds"}, "standard", searches=False)
-
-
-def _search(use: str, tune: str, given: bool = False, **settings: float) -> dict[str, Any]:
+def _search(use: str, tune: str, given: bool = False, **settings: float) -> Table:
     """A search, named by what it knows: tuned on shadow updates, the labels given."""
     name = f"{use}{'_tuned' if tune == 'shadow' else ''}{'_labels_given' if given else ''}"
     return {"use": use, "name": name, "tune": tune, **settings, **({"labels": "given"} if given else {})}
+
+
+# the least effort of each attack, in the order of a report: exact attacks, searches, learned ones, membership
+CHOICES: tuple[tuple[Effort, Table], ...] = (
+    ("quick", {"use": "analytic"}),
+    ("quick", {"use": "patch_embedding"}),
+    ("quick", {"use": "recursive"}),
+    ("quick", {"use": "spear"}),
+    ("standard", {"use": "spear_plus_plus"}),
+    ("quick", {"use": "exact"}),
+    ("quick", {"use": "dager"}),
+    ("quick", {"use": "tag"}),
+    ("quick", {"use": "tableak", "restarts": 10}),
+    ("standard", {"use": "tableak", "name": "tableak_labels_given", "labels": "given", "restarts": 10}),
+    ("quick", _search("inverting_gradients", "off")),
+    ("standard", _search("inverting_gradients", "shadow", rate=FAST)),
+    ("standard", _search("inverting_gradients", "shadow", given=True, rate=FAST)),
+    ("quick", _search("bayes", "shadow")),
+    ("standard", _search("bayes", "shadow", given=True)),
+    ("quick", {"use": "leave_layer_out"}),
+    ("quick", _search("precode_joint", "off")),
+    ("standard", _search("precode_joint", "shadow")),
+    ("standard", {"use": "grad_inversion"}),
+    ("standard", _search("gifd", "shadow")),
+    ("thorough", _search("gifd", "off", given=True)),  # where little hides the update, as given is often ahead
+    ("thorough", _search("gifd", "shadow", given=True)),
+    ("standard", {"use": "surrogate"}),
+    ("standard", {"use": "several_rounds"}),
+    ("standard", {"use": "lamp"}),
+    ("thorough", {"use": "ridge_inversion"}),
+    ("thorough", {"use": "ridge_inversion", "name": "ridge_inversion_labels_given", "labels": "given"}),
+    ("thorough", {"use": "learned_rows"}),
+    ("quick", {"use": "membership"}),
+    ("standard", {"use": "membership_over_rounds"}),
+)
+ONCE = {  # attacks without iterations
+    *("analytic", "patch_embedding", "recursive", "spear", "spear_plus_plus", "exact", "dager"),
+    *("ridge_inversion", "membership", "membership_over_rounds"),
+}

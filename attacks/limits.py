@@ -187,10 +187,9 @@ def observed(known: Knowledge) -> tuple[UpdateFn, UpdateDistribution]:
     if found is None:
         raise ValueError("the chain has no noise of a known density")
     for name, module in known.model.named_modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            raise ValueError(f"layer {name!r} is dropout in train mode: the density of its draws is not known")
-        if isinstance(module, StochasticLayer):
-            raise ValueError(f"layer {name!r} draws noise, so the update is not normal around its noise-free form")
+        dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+        if dropout or isinstance(module, StochasticLayer):
+            raise ValueError(f"layer {name!r} draws random numbers, so the update's density is not known")
     part, noise = found
     return part.mean(gradient(known.model, known.loss, normalise=known.normalise)), noise
 

@@ -36,13 +36,8 @@ from fedgauge.client.components import (
 MEMBERSHIP = "fedgauge.membership"  # the registry's group of tests of membership
 _RECONSTRUCTING = dict.fromkeys(group for modality in MODALITIES.values() for group in modality.attacks)
 ATTACK = ComponentKind("an attack", (*_RECONSTRUCTING, MEMBERSHIP, "fedgauge.baselines"), Attack)
-BAYES_LIMIT, CANDIDATE_BOUND, MEMBERSHIP_LIMIT, CANARIES = (
-    "bayes_limit",
-    "candidate_bound",
-    "membership_limit",
-    "canaries",
-)
-ERROR_LIMITS = (BAYES_LIMIT, CANDIDATE_BOUND)
+ERROR_LIMITS = BAYES_LIMIT, CANDIDATE_BOUND = "bayes_limit", "candidate_bound"
+MEMBERSHIP_LIMIT, CANARIES = "membership_limit", "canaries"
 MOST_ATTACKS = 1000  # of a run, baselines included: pages and reports compare each with each
 # what a run adds where it applies, and no scenario names: limits on all attacks, and what canaries show of the noise
 LIMITS: Mapping[str, type[Measure]] = {
@@ -53,12 +48,7 @@ LIMITS: Mapping[str, type[Measure]] = {
 }
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 # keys of an [[attack]] table other than its component's arguments
-_OMITTED = {
-    "trace": 0,
-    "auxiliary": None,
-    "lengths": "hidden",
-    "tune": "off",
-}  # from `to_json`, where they have these values
+_OMITTED = {"trace": 0, "auxiliary": None, "lengths": "hidden", "tune": "off"}  # from `to_json`, at these values
 _NAME = re.compile(r"[\w-]{1,64}")
 _OWN = ("name", *_BUDGET, "labels", "lengths", "defense", "trace", "auxiliary", "tune")
 
@@ -130,11 +120,6 @@ class PlannedAttack:
         return attack.traced(self.trace) if self.trace else attack
 
     @property
-    def tuned(self) -> "PlannedAttack":
-        """The same attack with its settings tuned in each round, if it has any to tune."""
-        return dataclasses.replace(self, tune="shadow") if self.build().tunes else self
-
-    @property
     def is_baseline(self) -> bool:
         """Return whether it is a baseline, which reconstructs without reading the update."""
         return self.name in BASELINES
@@ -197,8 +182,6 @@ class PlannedAttack:
         spent = check_arguments(Budget, coerce(stored.pop("budget", {}), dict, f"{where}: budget"), where)
         arguments = {**check_arguments(cls, stored, where), "budget": call(Budget, spent, where)}
         planned: PlannedAttack = call(cls, arguments, where)
-        if not isinstance(planned.table.get("use"), str):
-            raise SpecError(f"{where} names no component")
         if not planned.is_limit and not is_own(planned.table, planned.kind):
             vars(planned).update(metric=metric)
         return planned
@@ -250,7 +233,10 @@ class AttackPlan:
         """
         planned = [_attack(table, f"[[attack]] #{i}", modality) for i, table in enumerate(tables, 1)]
         if noisy:
-            planned = [p if "tune" in t else p.tuned for p, t in zip(planned, tables, strict=True)]
+            planned = [
+                dataclasses.replace(p, tune="shadow") if "tune" not in t and p.build().tunes else p
+                for p, t in zip(planned, tables, strict=True)
+            ]
         tells_members = any(p.tells_members for p in planned)
         planned += [
             PlannedAttack(n, {"use": use}, Budget(1), "given" if n in modality.told_labels else "restored")
@@ -267,9 +253,8 @@ class AttackPlan:
             raise SpecError(
                 f"[[attack]]: a run has at most {MOST_ATTACKS} attacks with its baselines, got {len(planned)}"
             )
-        names = Counter(p.name for p in planned)
-        if names and (repeated := max(names, key=lambda name: names[name])) and names[repeated] > 1:
-            raise SpecError(f"[[attack]]: two attacks are called {repeated!r}; give one of them a name")
+        if repeated := [name for name, count in Counter(p.name for p in planned).items() if count > 1]:
+            raise SpecError(f"[[attack]]: two attacks are called {repeated[0]!r}; give one of them a name")
         arguments = check_arguments(cls, options, "[audit]", {"attacks": tuple(planned)})
         if "every" in options and arguments.get("rounds") is not None:
             raise SpecError("[audit]: every has no effect when rounds lists the rounds; leave one of the two out")

@@ -98,10 +98,10 @@ def waves_known_alike(model: nn.Module, chain: Chain, batch_size: int, wave: Wav
 
 
 def as_known(known: Knowledge, wave: Wave) -> tuple[Knowledge, Wave]:
-    """Use of other knowledge of a client: SCAFFOLD's control variates and returned buffers.
+    """Knowledge and a wave with the client's control variates (SCAFFOLD) and returned buffers taken into account.
 
-    The pull is taken off the update, and steps begin where it moved them; behind a link that changes more than noise does it is
-    part of what a guess computes. The batch's own statistics take the running ones' place: in train mode nothing reads these.
+    The pull is subtracted from the update, and steps begin where it moved them; behind a link that changes more than noise does,
+    a guess computes it too. The batch's own statistics replace the running ones, which train mode does not read.
     """
     chain, local = known.chain, known.chain.local
     if wave.returned and tells_statistics(known.model, chain, known.batch_size):

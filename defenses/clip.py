@@ -13,7 +13,7 @@ from fedgauge.client.update import Update, at_least_single, norm
 
 @dataclass(frozen=True)
 class clip(UpdateTransform):
-    """Scale an update down to Euclidean norm max_norm (> 0) over all its tensors; a smaller one is unchanged.
+    """Scale an update down to Euclidean norm max_norm (> 0) over all its tensors.
 
     An update without a finite norm becomes zeros, so that an overflow is not seen behind noise. One of half
     precision becomes float32, as rounding could enlarge it beyond the bound; it is rounded where it leaves the client.

@@ -51,7 +51,7 @@ def _within(name: str, layer: str) -> bool:
 
 @dataclass(frozen=True)
 class private_layers(freeze):
-    """Layers that never travel: each client trains its own and keeps them from round to round, as FedBN's or FedPer's do.
+    """Layers that each client trains and keeps, as in FedBN or FedPer.
 
     The server goes on sending the values that it began with, which are the client's in its first round. An attacker also uses
     them in later rounds. The running statistics of a private BatchNorm are not returned either.

@@ -15,7 +15,7 @@ from fedgauge.defenses.noise import identity
 
 @dataclass(frozen=True)
 class mixup(BatchTransform):
-    """Every example becomes weight * itself + (1 - weight) * another one of its batch, weight ~ Beta(alpha, alpha).
+    """Blend each example with another one of its batch, with a weight drawn from Beta(alpha, alpha).
 
     Each example draws its own weight, and is the other one exactly once. Labels become probabilities (B, classes).
 

@@ -12,7 +12,7 @@ from fedgauge.client.training import StochasticLayer
 
 
 def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str | None = None) -> nn.Module:
-    """A copy of the model with a new bottleneck, with new weights, in front of the layer `before`.
+    """A copy of the model with a new variational bottleneck in front of the layer `before`.
 
     In the copy that layer is called `before.layer`, the bottleneck `before.bottleneck`.
 

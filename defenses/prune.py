@@ -12,7 +12,7 @@ from fedgauge.client.update import Update
 
 @dataclass(frozen=True)
 class prune(UpdateTransform):
-    """Keep the largest fraction keep (0 < keep <= 1) of each tensor's entries by magnitude; the others become 0."""
+    """Keep a fraction keep (0 < keep <= 1) of each tensor's entries, the largest by magnitude."""
 
     keep: float
 

@@ -16,7 +16,9 @@ from fedgauge.defenses.noise import identity
 
 @dataclass(frozen=True)
 class quantize(UpdateTransform):
-    """Round each entry to a multiple of size / levels of its tensor, up or down so that its expectation is itself.
+    """Round each entry to a level of its tensor, at random and without bias.
+
+    The levels are multiples of size / levels.
 
     Args:
         bits: per entry, with its sign: levels = 2^(bits - 1) - 1, so 8 bits give int8's -127 to 127; 2 to 16.

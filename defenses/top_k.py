@@ -15,7 +15,7 @@ from fedgauge.client.update import Update
 
 @dataclass(frozen=True)
 class top_k(StatefulTransform):
-    """Keep the largest fraction keep (0 < keep <= 1) of all entries together by magnitude; the others become 0.
+    """Keep a fraction keep (0 < keep <= 1) of all entries together, the largest by magnitude.
 
     Args:
         error_feedback: whether a client adds the entries that it did not send so far to its next update.

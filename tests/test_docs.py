@@ -1,9 +1,11 @@
 """README, SECURITY and docs stay true: their commands, examples and links work, and what is generated is current."""
 
+import argparse
 import ast
 import json
 import pkgutil
 import re
+import shlex
 import sqlite3
 import subprocess
 import textwrap
@@ -16,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
 
 from docs.generate.__main__ import pages
 from fedgauge.attacks.modality.image_metrics import BACKBONES, image_metrics, lpips_metric
@@ -23,6 +27,7 @@ from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import _parser
+from fedgauge.simulations.experiments.paper_table_files import load, restrict
 from fedgauge.simulations.experiments.sweep_file import Sweep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,10 +143,31 @@ def test_every_command_is_in_the_table_and_exists() -> None:
     assert named == commands()
 
 
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of a command and of its own commands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {option for own in action.choices.values() for option in options_of(own)}
+    return found
+
+
+COMMAND = re.compile(r"^ *(?:\w+=\S+ )?(?:\.venv/bin/)?(fedgauge [a-z-]+.*)$", re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_command_that_a_page_shows_exists(page: Path) -> None:
-    shown = "\n".join([*blocks(page.read_text(), "sh"), *re.findall(r"`(fedgauge [^`]+)`", prose(page.read_text()))])
-    assert set(re.findall(r"^(?:\w+=\S+ )?fedgauge ([a-z-]+)", shown, re.MULTILINE)) <= commands()
+def test_every_command_that_a_page_shows_can_be_given(page: Path) -> None:
+    """A command in a block is parsed whole; of one within a sentence or a table the name and the options are known."""
+    text = page.read_text()
+    written = [line for body in blocks(text, "sh") + blocks(text, "yaml") for line in COMMAND.findall(body)]
+    for line in written:
+        words = shlex.split(line, comments=True)[1:]
+        words = words[: words.index(">")] if ">" in words else words
+        _parser(words[0]).parse_args(words)  # a mistake ends it
+    for line in re.findall(r"`(fedgauge [a-z-]+[^`]*)`", prose(text)):
+        name = line.split()[1]
+        assert name in commands(), line
+        assert set(re.findall(r"(?<![\w'-])--?[a-z][\w-]*", line)) <= options_of(_parser(name)), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -185,6 +211,20 @@ def test_the_sweep_of_the_page_holds_together(tmp_path: Path) -> None:
     example, *_ = blocks(text_of("docs/defenses.md"), "toml")
     (tmp_path / "sweep.toml").write_text(example)
     assert len(Sweep.load(tmp_path / "sweep.toml").cells) == 4
+
+
+@pytest.mark.parametrize("page", ["docs/defenses.md", "docs/secure-sum.md"])
+def test_the_mods_of_a_page_can_be_mounted(page: str) -> None:
+    (example,) = blocks(text_of(page), "py")
+    exec(compile(example, page, "exec"), {"app": ClientApp(), "FedAvg": FedAvg})  # the page's own text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_table_that_a_page_reproduces_has_the_cells_that_it_names(page: Path) -> None:
+    shown = re.findall(r"fedgauge reproduce ([a-z]\w+)(?:[^`\n]*--cells '([^']+)')?", page.read_text())
+    for name, cells in shown:
+        table = load("suite_small" if name == "suite" else name)
+        restrict(table, None, None, cells or "*")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

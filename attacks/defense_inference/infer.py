@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -42,13 +41,11 @@ class InferredLink(UpdateTransform):
     """The attacker's form of a defense that it inferred.
 
     Args:
-        value: max_norm of a clip, scale of a sign, keep of pruning or of an unknown mask, sigma of noise.
-        places: of a public mask, the entries that it shows.
+        value: max_norm of a clip, scale of a sign, keep of pruning or of a mask, sigma of noise.
     """
 
     kind: Kind
     value: float
-    places: Mapping[str, Tensor] | None = field(default=None, compare=False)
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         return compute if self.kind == "noise" else super().__call__(compute)
@@ -61,8 +58,6 @@ class InferredLink(UpdateTransform):
             return {k: self.value * t / (t.abs() + t.abs().mean() + 1e-12) for k, t in update.items()}
         if self.kind == "prune":
             return {k: self._largest(t) for k, t in update.items()}
-        if self.places is not None:
-            return {k: t.where(self.places[k], 0.0) for k, t in update.items()}
         return {k: self.value * t for k, t in update.items()}  # the average over all masks
 
     def _largest(self, t: Tensor) -> Tensor:
@@ -74,7 +69,7 @@ class InferredLink(UpdateTransform):
             return replace(before, sigma=self.value)
         if self.kind == "sign":
             return replace(before, signed=True)
-        if self.kind == "clip" or self.places is not None:
+        if self.kind == "clip":
             return before
         return replace(before, sparse=True, shrink=before.shrink * (self.value if self.kind == "mask" else 1))
 
@@ -141,11 +136,9 @@ class UpdateEvidence:
     def every(self) -> list["TensorEvidence"]:
         return [tally for tallies in self.tallies for tally in tallies]
 
-    def verdict(
-        self, kind: Kind, parameters: Mapping[str, float], evidence: str, places: Mapping[str, Tensor] | None = None
-    ) -> Inferred:
+    def verdict(self, kind: Kind, parameters: Mapping[str, float], evidence: str) -> Inferred:
         """The result with a link on the finished update."""
-        links = [InferredLink(kind, value, places) for value in parameters.values()]
+        links = [InferredLink(kind, value) for value in parameters.values()]
         return Inferred(kind, parameters, Chain((self.local, *links)), evidence, len(self.updates))
 
 
@@ -273,11 +266,7 @@ def find_sparsity(read: UpdateEvidence) -> Inferred | None:
         evidence = f"{zeros}; every tensor keeps a share from {keeps[0]:.6g} to {keeps[1]:.6g} of its entries, or fewer"
         return read.verdict("prune", {"keep": keep}, evidence)
     evidence = f"{zeros}; the other entries are small as well as large"
-    common = _shared(read, _share(read, 1))
-    if common is None:
-        return read.verdict("mask", {"keep": _share(read, len(read.updates))}, evidence)
-    evidence += f"; the same entries in all {len(read.updates)} updates: a public mask"
-    return read.verdict("mask", {"keep": _share(read, 1)}, evidence, common)
+    return read.verdict("mask", {"keep": _share(read)}, evidence)
 
 
 def _common_keep(tallies: Sequence[TensorEvidence]) -> tuple[float, float] | None:
@@ -304,29 +293,16 @@ def _roundest(low: float, high: float, pierced: Sequence[TensorEvidence]) -> flo
     return next((r for r in rounded if low <= r <= high and all(t.fits(r) for t in pierced)), middle)
 
 
-def _share(read: UpdateEvidence, masks: int) -> float:
-    """The share that this many masks keep: other zeros only lower it, so the densest set of enough entries decides."""
+def _share(read: UpdateEvidence) -> float:
+    """The share that masks keep: other zeros only lower it, so the densest set of enough entries decides."""
     places = [(sum(t.shown for t in read.every), sum(t.live for t in read.every))]
     places += [(sum(t.seen for t in ts), sum(t.size for t in ts)) for ts in zip(*read.tallies, strict=True)]
-    copies = len(read.updates) / masks
-    seen, size = max((p for p in places if p[1]), key=lambda place: _at_least(place[0] / copies, place[1] / copies))
+    seen, size = max((p for p in places if p[1]), key=lambda place: _at_least(*place))
     return seen / size
 
 
-def _at_least(seen: float, size: float) -> float:
+def _at_least(seen: int, size: int) -> float:
     """Wilson's lower limit of a share at 3 standard errors, since many sets are compared."""
     share, z = seen / size, 3.0
     spread = math.sqrt(share * (1 - share) / size + z**2 / (4 * size**2))
     return (share + z**2 / (2 * size) - z * spread) / (1 + z**2 / size)
-
-
-def _shared(read: UpdateEvidence, keep: float) -> dict[str, Tensor] | None:
-    """The entries that are nonzero in any update, if all have their zeros in the same places; else None."""
-    seen = [torch.cat([(t != 0).flatten() for t in u.values()]) for u in read.updates]
-    live = [torch.cat([t.flatten() for t in read.live(u).values()]) for u in read.updates]
-    shown = [(a[la & lb], b[la & lb]) for (a, b), (la, lb) in zip(pairwise(seen), pairwise(live), strict=True)]
-    both, either = (sum(int(op(a, b).sum()) for a, b in shown) for op in (torch.logical_and, torch.logical_or))
-    by_chance = keep / (2 - keep)
-    if not either or both / either < (1 + by_chance) / 2:
-        return None
-    return {k: torch.stack([u[k] != 0 for u in read.updates]).any(0) for k in read.updates[0]}

@@ -58,8 +58,14 @@ class BatchLimiter:
 
 
 def exhausted(error: BaseException) -> bool:
-    """True if an error reports that memory ran out."""
+    """Return whether an error reports that memory ran out."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def raise_if_exhausted(error: Exception) -> None:
+    """Raise an error again if it reports that memory ran out."""
+    if exhausted(error):
+        raise error
 
 
 # ------------------------------------------------------------------------------------------------------ ahead of time
@@ -68,8 +74,7 @@ def exhausted(error: BaseException) -> bool:
 def largest_batch(work: Callable[[int], object], most: int, device: torch.device, held: int = 0) -> int:
     """Measure by a dry run how many of at most `most` problems fit into the free memory.
 
-    The dry run computes two problems, since a single one may take another route. All problems run together if the free
-    memory is unknown.
+    The dry run computes two problems, since a single one may take another route. If the free memory is unknown, all fit.
 
     Args:
         work: computes this many problems.
@@ -145,23 +150,15 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def host_memory(root: Path = Path("/")) -> int | None:
-    """Free bytes within the limits of the system and of this process's control groups; None if none reports them."""
-    limits = [int(v.split()[0]) * 1024 for name, v in _pairs(root / "proc/meminfo", ":") if name == "MemAvailable"]
-    base = root / "sys/fs/cgroup"
-    for name, path in _pairs(root / "proc/self/cgroup", "::"):
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents) if name == "0" else ():
-            if folder.is_relative_to(base) and (folder / "memory.max").is_file():
-                most, used = ((folder / f"memory.{kind}").read_text().strip() for kind in ("max", "current"))
-                reclaimable = int(dict(_pairs(folder / "memory.stat", " ")).get("inactive_file", 0))
-                limits += [max(0, int(most) - int(used) + reclaimable)] if most != "max" else []
+    """Free bytes within the limits of the system and of a container (control group, version 2); None without a report."""
+    limits, group = [], root / "sys/fs/cgroup"
+    if (path := root / "proc/meminfo").is_file():
+        limits += [int(line.split()[1]) * 1024 for line in path.read_text().splitlines() if "MemAvailable" in line]
+    if (path := group / "memory.max").is_file() and (most := path.read_text().strip()) != "max":
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # this part can be reclaimed
+        limits.append(max(0, int(most) - used))
     return min(limits, default=None)
-
-
-def _pairs(path: Path, between: str) -> list[tuple[str, str]]:
-    """A name and a value of each line."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return [(name, value) for name, _, value in (line.partition(between) for line in lines)]
 
 
 def keep_freed_memory() -> None:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.engine.batch_limiter import exhausted
+from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.computation import containers, error_line, run, undisturbed
 from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
@@ -213,8 +213,7 @@ class _Trial:
             with torch.no_grad():
                 found = trial.updates(trial.x)
         except (RuntimeError, TypeError, ValueError) as error:
-            if exhausted(error):
-                raise
+            raise_if_exhausted(error)
             return self
         return trial if all(t.dtype == torch.float64 for t in found.values()) else self
 
@@ -247,7 +246,7 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
     if like.dtype not in TOLERANCE:
         why = f"are {str(like.dtype).removeprefix('torch.')}, which is too coarse for a search"
         remedy = "set double = true where the attack has it, or build the model in float32 (model.float())"
-        raise Unattackable(Problem("half precision", "the parameters", why, remedy))
+        refuse(Problem("half precision", "the parameters", why, remedy))
     rng = generator("derivatives")
     x = known.normalise(torch.rand(PROBLEMS, examples, *known.shape, generator=rng)).to(like)
     refuse(forward_problem(known.model, params, x[0]))
@@ -263,7 +262,8 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
             trial = _Trial(known, params, local_sgd(known.chain.local.rate, steps), x, y, weights)
             found[key] = _choose(trial.doubled(), one_pass)
         except Exception as error:  # a user's model may raise anything
-            if isinstance(error, ValueError) or exhausted(error):
+            raise_if_exhausted(error)
+            if isinstance(error, ValueError):
                 raise
             raise Unattackable(_undifferentiable(error)) from error
     return found[key]
@@ -311,21 +311,16 @@ def _is_slope(trial: _Trial, slopes: Tensor) -> bool:
 
 
 def _expected(trial: _Trial) -> tuple[_Derivatives, bool]:
-    """Differentiate by plain autograd; True if layers must be composed. Unattackable without a second derivative."""
-    for composed in (False, True):
-        try:
-            with Differentiation("loop", composed)():
-                found = _differentiated(trial, trial.updates)
-        except RuntimeError as error:
-            if exhausted(error):
-                raise
-            failure = error
-            continue
-        if composed or any(bool(t.any()) for t in found.updates.values()):
-            return found, composed
-        failure = RuntimeError("every gradient is zero, as reentrant checkpointing makes them")
-        break
-    raise Unattackable(_undifferentiable(failure)) from failure
+    """Differentiate by plain autograd; True if layers must be composed. RuntimeError without a second derivative."""
+    try:
+        found = _differentiated(trial, trial.updates)
+        if any(bool(t.any()) for t in found.updates.values()):
+            return found, False
+    except RuntimeError as error:
+        raise_if_exhausted(error)
+        with twice_differentiable():
+            return _differentiated(trial, trial.updates), True
+    raise RuntimeError("every gradient is zero, as reentrant checkpointing makes them")
 
 
 def _agrees(way: Differentiation, differentiate: Differentiate, trial: _Trial, expected: _Derivatives) -> bool:
@@ -333,8 +328,7 @@ def _agrees(way: Differentiation, differentiate: Differentiate, trial: _Trial, e
         with way():
             found = differentiate(trial)
     except Exception as error:  # a user's model may raise anything under vmap, and the next route may work
-        if exhausted(error):
-            raise
+        raise_if_exhausted(error)
         return False
     tolerance = TOLERANCE[trial.x.dtype]
     slopes = ({"": found.slopes}, {"": expected.slopes})

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fedgauge.attacks.engine.batch_limiter import exhausted
+from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.client.rng import generator
 from fedgauge.client.training import without_running_stats
 from fedgauge.client.update import Params
@@ -157,10 +157,8 @@ def _failures_named(shape: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a user's model may raise anything
-        if exhausted(error):
-            raise
-        line = error_line(error)
-        raise ValueError(f"the model fails on made-up examples of shape {tuple(shape)} ({line})") from error
+        raise_if_exhausted(error)
+        raise ValueError(f"the model fails on examples of shape {tuple(shape)} ({error_line(error)})") from error
 
 
 def error_line(error: Exception) -> str:
@@ -221,7 +219,7 @@ def layer_inputs(
 @contextmanager
 def undisturbed(model: nn.Module, device: torch.device, seed: int = 0) -> Iterator[None]:
     """A context after which running statistics, the model's dicts and lists and torch's random numbers are as they were."""
-    held = [(v, v.copy()) for m in model.modules() for v in containers(m).values()]
+    held = [(v, v.copy()) for m in model.modules() for v in containers(m)]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), without_running_stats(model):
         torch.manual_seed(seed)
         try:
@@ -232,10 +230,10 @@ def undisturbed(model: nn.Module, device: torch.device, seed: int = 0) -> Iterat
                 now.update(before) if isinstance(now, dict) else now.extend(before)
 
 
-def containers(module: nn.Module) -> dict[str, Any]:
+def containers(module: nn.Module) -> list[Any]:
     """A module's own dicts and lists, without its parameters and buffers."""
     own = ("_parameters", "_buffers", "_modules")
-    return {k: v for k, v in vars(module).items() if k not in own and isinstance(v, dict | list)}
+    return [v for k, v in vars(module).items() if k not in own and isinstance(v, dict | list)]
 
 
 def run(model: nn.Module, params: Params, x: Tensor) -> Any:

@@ -54,9 +54,7 @@ def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
                 f'there is no device {name!r}; expected "auto", "cpu", "cuda" or "cuda:0" and so on; {here}'
             )
         found += own
-    if not found or len(set(found)) < len(found):
-        raise ValueError(f"devices must list each device once, got {', '.join(map(str, found)) or 'none'}")
-    return found
+    return list(dict.fromkeys(found)) or [CPU]
 
 
 def compute_on(device: torch.device, precision: Precision = "ieee", deterministic: bool = True) -> None:

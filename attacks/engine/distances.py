@@ -81,23 +81,40 @@ class cosine(_Joint):
         )
 
 
-@dataclass(frozen=True)
-class squared(_Joint):
-    """|seen - expected|^2 / |seen|^2 (DLG, eq. 4, normalised by the update's scale)."""
+class _Squared(_Joint):
+    """|seen - expected / shrink|^2 over a scale."""
+
+    shrink: float = 1.0
+
+    @abstractmethod
+    def scaled(self, distance: Tensor, square: Tensor) -> Tensor:
+        """The distance from |seen - expected / shrink|^2 and |seen|^2."""
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         total = _total(products)
-        return _difference(total) / total.seen.clamp_min(_TINY)
+        return self.scaled(_difference(total, self.shrink), total.seen)
 
     def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
-        return _squared_rows(seen, expected) / square.clamp_min(_TINY)
+        expected = expected if self.shrink == 1 else [t / self.shrink for t in expected]
+        parts = [(s - e).square().sum(1) for s, e in zip(seen, expected, strict=True)]
+        return self.scaled(torch.stack(parts).sum(0), square)
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
-        return _squares(seen, expected) / norm(seen).square().clamp_min(_TINY)
+        grown = _grown(expected, self.shrink)
+        squares = torch.stack([(seen[k] - t).square().sum() for k, t in grown.items()]).sum()
+        return self.scaled(squares, norm(seen).square())
 
 
 @dataclass(frozen=True)
-class gaussian_likelihood(_Joint):
+class squared(_Squared):
+    """|seen - expected|^2 / |seen|^2 (DLG, eq. 4, normalised by the update's scale)."""
+
+    def scaled(self, distance: Tensor, square: Tensor) -> Tensor:
+        return distance / square.clamp_min(_TINY)
+
+
+@dataclass(frozen=True)
+class gaussian_likelihood(_Squared):
     """|seen - expected / shrink|^2 / (2 sigma^2): additive normal noise (Bayesian framework, section 4)."""
 
     sigma: float
@@ -105,14 +122,8 @@ class gaussian_likelihood(_Joint):
 
     density = True
 
-    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
-        return _difference(_total(products), self.shrink) / (2 * self.sigma**2)
-
-    def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
-        return _squared_rows(seen, [t / self.shrink for t in expected]) / (2 * self.sigma**2)
-
-    def __call__(self, seen: Update, expected: Update) -> Tensor:
-        return _squares(seen, _grown(expected, self.shrink)) / (2 * self.sigma**2)
+    def scaled(self, distance: Tensor, square: Tensor) -> Tensor:
+        return distance / (2 * self.sigma**2)
 
 
 @dataclass(frozen=True)
@@ -288,12 +299,6 @@ def between(seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) 
     return InnerProducts(inner, square, own)
 
 
-def _squared_rows(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
-    """Squared distances (P,)."""
-    parts = [(s - e).square().sum(1) for s, e in zip(seen, expected, strict=True)]
-    return torch.stack(parts).sum(0)
-
-
 def _total(products: Mapping[str, InnerProducts]) -> InnerProducts:
     if len(products) == 1:
         return next(iter(products.values()))
@@ -311,10 +316,6 @@ def _difference(p: InnerProducts, shrink: float = 1.0) -> Tensor:
 
 def _grown(expected: Update, shrink: float) -> Update:
     return expected if shrink == 1 else {k: t / shrink for k, t in expected.items()}
-
-
-def _squares(seen: Update, expected: Update) -> Tensor:
-    return torch.stack([(seen[k] - t).square().sum() for k, t in expected.items()]).sum()
 
 
 def _magnitudes(seen: Update, expected: Update) -> Tensor:

@@ -34,14 +34,10 @@ class adam:
     signed: bool = False
     cuts: tuple[float, ...] = ()
     decay: float = 1.0
+    state_per_variable = 2  # numbers kept for each one that is searched for
 
     def __post_init__(self) -> None:
         check_above_zero(self, "rate")
-
-    @property
-    def state_per_variable(self) -> int:
-        """Numbers kept for each one that is searched for."""
-        return 2
 
     def rate_at(self, iteration: int, iterations: int) -> float:
         """The step size of an iteration.

@@ -112,9 +112,7 @@ class Auditor:
         """
         fed = fed or self.federation
         chain = fed.chain if planned.defense == "known" else Chain((fed.chain.local,))
-        if planned.defense == "inferred":
-            if inferred is None:
-                raise ValueError(f"{planned.name}: a defense is inferred from updates: call infer_defense(wave) first")
+        if inferred is not None:
             chain = inferred.chain
         public = chosen_auxiliary(planned, self.source.auxiliary, fed.shards.dataset.classes, self.seed)
         if self.few is not None:
@@ -124,10 +122,9 @@ class Auditor:
     def infer_defense(self, wave: Wave, members: int = 1) -> Inferred:
         """Infer the chain from a wave's updates, as an attacker who knows only the local training."""
         fed = self.federation
-        if self.modality.hides_defense:
-            raise ValueError(self.modality.hides_defense)
-        if not is_cross_entropy(fed.loss):
-            raise ValueError("a defense is inferred from a cross-entropy's zeros, and [loss] names another loss")
+        other_loss = "a defense is inferred from a cross-entropy's zeros, and [loss] names another loss"
+        if reason := self.modality.hides_defense or ("" if is_cross_entropy(fed.loss) else other_loss):
+            raise ValueError(reason)
         return infer(wave, fed.model, fed.chain.local, fed.shards.batch_size, members)
 
     def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
@@ -189,15 +186,15 @@ class Auditor:
     ) -> list[AuditResult]:
         """The rows of an attack that reconstructs nothing; a client without any gets one that is not applicable."""
         started = time.perf_counter()
-        rows, remembered, reason = dict[int, list[ScoreRecord]](), dict[int, ClientState](), NOT_FINITE
+        rows, remembered = dict[int, list[ScoreRecord]](), dict[int, ClientState]()
+        reason = NO_MEMBERS if self.source.blind and attack.needs_truth else ""
         try:
-            if self.source.blind and attack.needs_truth:
-                raise ValueError(NO_MEMBERS)
-            known, wave, _ = self._threat(planned, attack, seen, members)
-            if blurred := blurred_pull(known, attack):
-                raise ValueError(blurred)
-            case = Case(self.federation, planned.name, known, wave, seen, others, memories, self.seed)
-            rows, remembered = attack.measure(case)
+            if not reason:
+                known, wave, _ = self._threat(planned, attack, seen, members)
+                reason = blurred_pull(known, attack)
+            if not reason:
+                case = Case(self.federation, planned.name, known, wave, seen, others, memories, self.seed)
+                (rows, remembered), reason = attack.measure(case), NOT_FINITE
         except ValueError as error:
             reason = str(error)
         seconds = (time.perf_counter() - started) / len(seen)
@@ -247,8 +244,7 @@ class Auditor:
             observations = len(self.federation.protocol.groups(wave.round))
             tuning = Tuning(self.modality, planned.budget, observations, self.seed, wave.round)
             try:
-                found = tuning.of(attack, known, wave)
-                attack, tuned = found.attack, found.words
+                attack, tuned = tuning.of(attack, known, wave)
             except ValueError as error:
                 tuned = f"not tuned: {error}"
         before = [_on(memories.get(client, attack.initial()), wave.device) for client in wave.clients]

@@ -37,7 +37,7 @@ class Baseline(Attack):
 
 @dataclass(frozen=True)
 class mean_image(Baseline):
-    """Guess the mean auxiliary image, which is the prior's mean, for every update."""
+    """Guess the mean auxiliary image."""
 
     is_random: ClassVar[bool] = False
 
@@ -47,7 +47,7 @@ class mean_image(Baseline):
 
 @dataclass(frozen=True)
 class class_mean_image(Baseline):
-    """Guess the mean auxiliary image of each label. The labels are given, or restored where they are unknown (a deployment)."""
+    """Guess the mean auxiliary image of each label."""
 
     is_random: ClassVar[bool] = False
 
@@ -57,7 +57,7 @@ class class_mean_image(Baseline):
 
 @dataclass(frozen=True)
 class random_image(Baseline):
-    """Guess random auxiliary images for every update."""
+    """Guess random auxiliary images."""
 
     def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
         x = public.x
@@ -66,14 +66,12 @@ class random_image(Baseline):
 
 @dataclass(frozen=True)
 class random_words(Baseline):
-    """Guess words at the auxiliary text's frequencies, with the lengths that are known or else the auxiliary text's."""
+    """Guess words at the auxiliary text's frequencies."""
 
     def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
         assert known.text is not None and isinstance(known.model, LanguageModel)
         model, x = known.model, public.x
         words = x[~torch.isin(x, torch.tensor(sorted(model.special)))]
-        if not len(words):
-            raise ValueError("the auxiliary text has no words")
         guesses = []
         for k, stream in enumerate(streams):
             rng = stream("words")
@@ -92,7 +90,7 @@ class random_words(Baseline):
 
 @dataclass(frozen=True)
 class mode_row(Baseline):
-    """Guess each number's mean and each column's most frequent category among the auxiliary rows, for every row."""
+    """Guess each column's mean or most frequent category among the auxiliary rows."""
 
     is_random: ClassVar[bool] = False
 

@@ -33,7 +33,10 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         told = "the true labels (in a deployment, the restored ones), " if planned.labels == "given" else ""
         return f"{told}{auxiliary} and nothing else"
     links = " > ".join(map(describe, fed.protocol.chain))
-    batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update" + _sum_of(fed)
+    batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update"
+    if (sums := fed.protocol.secure_sum) is not None:
+        fewer = sums.least < sums.group and fed.protocol.stragglers.probability
+        batch += f", sum of {f'{sums.least} to ' if fewer else ''}{sums.group} clients"
     attack, local = planned.build(), fed.chain.local
     if planned.is_limit and isinstance(attack, Measure):
         return SEPARATOR.join([f"chain {links}", *attack.assumes(fed, batch)])
@@ -67,31 +70,16 @@ def _private_layers(fed: Federation) -> str:
 def _batch_norm(fed: Federation) -> str:
     if not fed.model.training:
         return "BatchNorm in eval mode, statistics known"
-    told = (
-        fed.sends_buffers
-        and fed.protocol.secure_sum is None
-        and tells_statistics(fed.model, fed.chain, fed.shards.batch_size)
-    )
-    return "BatchNorm in train mode, the batch's statistics " + (
-        "known from the returned buffers" if told else "unknown"
+    returned = fed.sends_buffers and fed.protocol.secure_sum is None
+    known = returned and tells_statistics(fed.model, fed.chain, fed.shards.batch_size)
+    return (
+        f"BatchNorm in train mode, the batch's statistics {'known from the returned buffers' if known else 'unknown'}"
     )
 
 
 def cannot_move(fed: Federation, planned: PlannedAttack) -> bool:
     """Return whether an attack descends through the clients' chain, and the chain has no derivative."""
     return planned.defense == "known" and planned.build().needs_derivative and _is_flat(fed)
-
-
-def _sum_of(fed: Federation) -> str:
-    """Return the number of clients in one sum."""
-    together = fed.protocol.secure_sum
-    if together is None:
-        return ""
-    fewest = f"{together.least} to " if together.least < together.group and fed.protocol.stragglers.probability else ""
-    return f", sum of {fewest}{together.group} clients"
-
-
-# ---------------------------------------------------------------------------------------- does the chain have a derivative
 
 
 @lru_cache(maxsize=1)

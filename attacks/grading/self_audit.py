@@ -53,12 +53,10 @@ class invert_own(SelfAudit):
         auditor = Auditor(source)
         (audited,) = auditor.audit(self._planned, wave)
         result = audited.reconstruction
+        worst = auditor.modality.main.leakiest(auditor.grader.leaked(result, batch), float)
         # the server chooses the weights, so weights that make the attack diverge must not pass for safe
-        if result.status in ("not_applicable", "diverged"):
-            raise ValueError(result.reason)
-        main = auditor.modality.main
-        if (worst := main.leakiest(auditor.grader.leaked(result, batch), float)) is None:
-            raise ValueError(f"the attack left no {main.private}s")
+        if worst is None or result.status in ("not_applicable", "diverged"):
+            raise ValueError(result.reason or "the attack has no result")
         return worst
 
     def policy(self, own: Federation, guard: GuardPolicy) -> UpdatePolicy:

@@ -63,20 +63,13 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
     """Compare an update with the local training that the federation's chain assumes."""
     if reason := _unreadable(fed, seen):
         return TrainingEvidence("undecided", None, f"{UNCHECKED}: {reason}")
-    try:
-        kind, evidence = _read(fed, replace(seen, update={k: t for k, t in seen.update.items() if t.any()}))
-    except Exception as error:  # a user's network may raise anything
-        reason = f"the network cannot be run ({type(error).__name__}: {error})"
-        return TrainingEvidence("undecided", None, f"{UNCHECKED}: {reason}")
+    kind, evidence = _read(fed, replace(seen, update={k: t for k, t in seen.update.items() if t.any()}))
     local, instead = fed.chain.local, ""
     adam = isinstance(local, LocalTraining) and local.adaptive
-    if (
-        isinstance(local, LocalTraining)
-        and adam
-        and kind == "unexplained"
-        and (local.steps > 1 or local.eps > SMALL_EPS)
-    ):
-        kind, evidence = "undecided", f"{evidence}, as {local.words} may leave it"
+    if isinstance(local, LocalTraining) and adam and local.eps > SMALL_EPS:
+        kind, evidence = "undecided", f"{evidence}, and {local.words} may do this or not"
+    elif kind == "unexplained" and adam and local.steps > 1:
+        kind, evidence = "Adam", "it is no sum of gradients, and later steps of Adam leave no other trace"
     elif kind == "Adam" and not adam:
         instead = 'set use = "local_training" with optimizer = "adam" (or "adamw"), its rate, and its steps or epochs'
     elif kind == "sum of gradients" and adam:

@@ -34,18 +34,6 @@ VERSION = 8  # of the cached choices; to be changed when they are made in anothe
 
 
 @dataclass(frozen=True, eq=False)
-class Tuned:
-    """An attack with the settings that were best on shadow updates.
-
-    Args:
-        words: the choice, its score and that of the given attack.
-    """
-
-    attack: Attack
-    words: str
-
-
-@dataclass(frozen=True, eq=False)
 class Tuning:
     """Tuning of an attack for one round.
 
@@ -62,15 +50,17 @@ class Tuning:
     round: int
     cache: TensorCache | None = None
 
-    def of(self, attack: Attack, known: Knowledge, wave: Wave) -> Tuned:
-        """The tuned attack; of the wave it reads only the weights and buffers.
+    def of(self, attack: Attack, known: Knowledge, wave: Wave) -> tuple[Attack, str]:
+        """The attack with the settings that are best on shadow updates, and the choice with its scores in words.
+
+        It reads only the weights and buffers of the wave.
 
         Raises:
             ValueError: there are too few auxiliary images, or the chain cannot be simulated.
         """
         candidates = {"as given": attack, **attack.variants(known)}
         if len(candidates) == 1:
-            return Tuned(attack, "not tuned: the attack has one setting here")
+            return attack, "not tuned: the attack has one setting here"
         iterations, most = self.budget.iterations, max(2, MOST // known.batch_size)
         shadows = min(most, max(1, self.observations // PER_SHADOW))
         first = max(FEWEST, int(FIRST * iterations * min(1, SIX / (len(candidates) - 1))))
@@ -94,12 +84,10 @@ class Tuning:
         best, (given, other) = int(made["best"]), made["scores"].tolist()
         label = list(candidates)[best]
         main = self.modality.main
-        words = f"tuned on {shadows * known.batch_size} auxiliary examples: "
+        words = f"no other setting was better ({given:.1f} {main.unit} there)"
         if best:
-            words += f"{label} ({other:.1f} {main.unit} there, {given:.1f} as given)"
-        else:
-            words += f"no other setting was better ({given:.1f} {main.unit} there)"
-        return Tuned(candidates[label], words)
+            words = f"{label} ({other:.1f} {main.unit} there, {given:.1f} as given)"
+        return candidates[label], f"tuned on {shadows * known.batch_size} auxiliary examples: {words}"
 
     def _trial(self, known: Knowledge, wave: Wave, shadows: int, one_split: bool) -> Callable[[Attack, int], float]:
         """The mean of the main metric on shadow updates after so many iterations, larger for more leakage; -inf for nothing.

@@ -117,7 +117,7 @@ def check_images(shape: Shape) -> None:
 
 @dataclass(frozen=True)
 class carried_input(ServerAttack):
-    """Feeds the classifier the image next to the features; zero: send a classifier of zeros, which separates batches."""
+    """Feeds the classifier the image next to the features; zero: also send a zero classifier."""
 
     zero: bool = False
 
@@ -245,7 +245,7 @@ def _backward(activation: str, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class read_carried(ClosedForm):
-    """Reads images off the classifier's inputs: one example, or a batch where the classifier was sent as zeros.
+    """Reads images off the classifier's inputs: one example, or a batch if the classifier is zero.
 
     For examples that share a label it reads the mean of their inputs, which is none of them even where it reproduces the update.
     Images with a unique label count as proven if they are on the 8-bit grid, or if all images together give the update.

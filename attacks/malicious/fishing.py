@@ -59,7 +59,7 @@ class class_fishing(ServerAttack):
 
 @dataclass(frozen=True)
 class feature_fishing(ServerAttack):
-    """Leaves, in a batch of one class, the example that the class's row scores lowest; bisects the threshold over rounds.
+    """Leaves one example of a batch of one class a gradient; bisects the threshold over rounds.
 
     Args:
         target: the class that all examples of the client have.

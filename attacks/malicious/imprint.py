@@ -82,7 +82,7 @@ def sorting_block(known: Knowledge, bins: int | None = None, members: int = 0) -
 
 @dataclass(frozen=True)
 class imprint(ServerAttack):
-    """Sets the block's rows to sort images by brightness, with slightly different pixel weights so that no two images tie.
+    """Makes an added block sort images into bins by brightness.
 
     Thresholds are quantiles of the public images' brightness, smoothed by a normal kernel; without public images, of a normal
     distribution estimated from the normalisation.
@@ -164,7 +164,7 @@ def quantile_levels(values: Tensor, bins: int) -> Tensor:
 
 @dataclass(frozen=True)
 class read_imprint(ClosedForm):
-    """Reads the images of an imprinted batch: each bin's image, or the mean of several weighted by their error signals.
+    """Reads the images of an imprinted batch: each bin's image, or a weighted mean of several.
 
     Clients may take several local steps, and the batch may be that of a secure sum.
     """

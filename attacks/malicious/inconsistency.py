@@ -24,7 +24,7 @@ FAR = 1e4  # a shift at which sigmoid and ReLU are zero and flat in float32, wha
 
 @dataclass(frozen=True)
 class dead_layer(ServerAttack):
-    """Weights with zero output before the classifier for any input, for all clients of a secure sum but the target."""
+    """Makes the last hidden layer output zero for all clients of a secure sum but the target."""
 
     spares_one: ClassVar[bool] = True
 

@@ -38,7 +38,7 @@ def client_kernels(model: nn.Module, shape: Shape, members: int = 4, bins: int =
 
 @dataclass(frozen=True)
 class loki(ServerAttack):
-    """Gives each client of a secure sum kernels of its own, and all of them a layer that sorts images by brightness.
+    """Gives each client of a secure sum its own kernels, before a layer that sorts images by brightness.
 
     Args:
         members: clients of a sum, at most; bins: rows of the block.

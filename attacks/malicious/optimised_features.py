@@ -85,7 +85,7 @@ def public_images(known: Knowledge) -> Tensor:
 
 @dataclass(frozen=True)
 class optimised_features(ServerAttack):
-    """Makes every layer before the classifier keep the principal components of its input, as far as it has rows for them.
+    """Makes every layer before the classifier keep the principal components of its input.
 
     zero: send a classifier of zeros, which separates batches.
     """
@@ -200,7 +200,7 @@ def _principal(centred: Tensor) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class read_features(ClosedForm):
-    """Reads images by the best linear estimate from the classifier's inputs: one example, or a batch at a classifier of zeros.
+    """Estimates images linearly from the classifier's inputs: one example, or a batch if the classifier is zero.
 
     For examples that share a label it gives their mean. Nothing is proven exact.
 

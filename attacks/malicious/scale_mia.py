@@ -68,7 +68,7 @@ class _Head(NamedTuple):
 
 @dataclass(frozen=True)
 class scale_mia(ServerAttack):
-    """Makes the first fully connected layer sort images by a random query of their features, which the layers before it keep.
+    """Makes the first fully connected layer sort images by a random query of their features.
 
     Args:
         strength: the next layer's weights, which decide how large the gradient is that is read.
@@ -104,7 +104,7 @@ class scale_mia(ServerAttack):
 
 @dataclass(frozen=True)
 class read_latents(ClosedForm):
-    """Reads the features of each image with a bin of its own, and estimates the image by public images.
+    """Reads the features of each image that has its own bin, and estimates the image by public images.
 
     Of several images in one bin it gives the mean. Nothing is proven exact, unless the features are the image itself.
     """

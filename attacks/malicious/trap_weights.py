@@ -82,7 +82,7 @@ def activated_alone(on: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class read_rows(ClosedForm):
-    """Reads images with a row of the first fully connected layer of their own, with trap weights or, rarely, without.
+    """Reads images that have their own row of the first fully connected layer, as trap weights make likely.
 
     An image on the 8-bit grid is alone in its row. Agreement of several rows proves nothing: in an untrained network two images
     of one label have nearly the same error signal everywhere, and all rows that hold both agree on their mean. Images on which

@@ -5,6 +5,8 @@ records the step's operators while it runs, which leaves a plain function of ten
 """
 
 import importlib.util
+import os
+import shutil
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -27,16 +29,10 @@ def missing(device: torch.device) -> str:
     """Name the part that torch.compile lacks on this machine; empty if nothing is missing."""
     if device.type == "cuda":
         return "" if importlib.util.find_spec("triton") else "the package triton"
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         return "a C++ compiler (g++ or clang++, or the one that CXX names)"
-    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        return "Python's header files (Python.h; python3-dev in Debian)"
-    return ""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return "" if headers.is_file() else "Python's header files (Python.h; python3-dev in Debian)"
 
 
 class CompiledStep:

@@ -19,6 +19,7 @@ from fedgauge.attacks.base import (
     not_applicable,
 )
 from fedgauge.attacks.delegating import DelegatingAttack
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
     start: Literal["blend", "half", "mean", "noise"] = "blend"
 
     def __post_init__(self) -> None:
-        if not self.inner.starts_from_images:
+        if not isinstance(self.inner, GradientMatching):
             raise ValueError(f"{self.attack} cannot start from images: name a gradient-matching recipe such as idlg")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
@@ -66,6 +67,7 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
             begin = self._begin(wave, known, streams, memories)
         except ValueError as error:
             return not_applicable(wave, str(error)), list(memories)
+        assert isinstance(self.inner, GradientMatching)  # checked above
         results = self.inner.continued(wave, known, budget, streams, begin)
         return results, [self._remember(memory, found) for memory, found in zip(memories, results, strict=True)]
 

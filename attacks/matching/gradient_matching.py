@@ -38,7 +38,6 @@ class GradientMatching(Attack):
     objective: Objective = field(default_factory=Objective)
     search: Search = field(default_factory=AdamSearch)
     trace: int = 0
-    starts_from_images: ClassVar[bool] = True
     tunes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -83,6 +82,7 @@ class GradientMatching(Attack):
     def continued(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None
     ) -> list[Reconstruction]:
+        """`reconstruct` from given images (K, B, C, H, W) in [0, 1] instead of noise; further restarts still draw noise."""
         try:
             found = self.search_all(wave, known, budget, streams, start)
         except SearchFails as error:
@@ -125,7 +125,7 @@ class GradientMatching(Attack):
             known = doubled(known)
             params, update = ({k: t.double() for k, t in part.items()} for part in (wave.params, wave.update))
             wave = replace(wave, params=params, update=update)
-        return Problems(self.objective, wave, known, y, restarts, like.dtype, self.search.coupling)
+        return Problems(self.objective, wave, known, y, restarts, like.dtype, self.search.group)
 
     def _labels(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Tensor:
         """Labels (P, images) of each problem; if steps, or clients of a sum, take slices, restarts try different ones."""

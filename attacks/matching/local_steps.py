@@ -21,12 +21,10 @@ def epochs(chain: Chain, batch_size: int) -> int:
     local = chain.local
     if chain.slice_of(batch_size) * chain.parts >= batch_size or local.batch_size is None:
         return 1
-    if chain.parts > 1:
-        raise ValueError("epochs of unknown order can be tied for one client's update only, not for a sum of several")
     slices = -(-batch_size // local.batch_size)
-    if local.plain and batch_size % local.batch_size:
-        why = f"slices of {local.batch_size} do not divide {batch_size} examples"
-        raise ValueError(f"{why}: describe the training by local_training to tie its epochs")
+    if chain.parts > 1 or (local.plain and batch_size % local.batch_size):
+        what = f"a sum of clients, or slices of {local.batch_size} that do not divide {batch_size} examples"
+        raise ValueError(f"epochs cannot be tied for {what}: describe the training by local_training")
     return -(-local.gradients(batch_size) // slices)
 
 

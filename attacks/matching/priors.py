@@ -160,7 +160,7 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class gaussian(Prior):
-    """A normal distribution over an example's pixels in [0, 1]: half the squared Mahalanobis distance, summed over examples.
+    """A normal distribution over an example's pixels: half the squared Mahalanobis distance.
 
     Args:
         weight: 1 with a likelihood that is a density, such as that of noise; far less with a cosine.
@@ -268,7 +268,7 @@ class laplacian(Prior):
 
 @dataclass(frozen=True)
 class generator_prior(Prior):
-    """A generator's images of normal latents z, with normal noise in each pixel: -log p(x, z), z optimised with x.
+    """A generator's images of normal latents, with normal noise in each pixel.
 
     |x - G(z)|^2 / (2 deviation^2) + |z|^2 / 2, summed over examples and pixels in [0, 1]: the density of an image and its
     latents under the variational autoencoder that is trained on auxiliary images.

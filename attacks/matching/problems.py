@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import grad_and_value, vmap
 
 from fedgauge.attacks.base import Knowledge, Stream, Wave
-from fedgauge.attacks.engine.batch_limiter import exhausted
+from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.compatibility import Route, differentiation_of
 from fedgauge.attacks.engine.distances import InnerProducts, between, left_out, likelihood, visible, visible_columns
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, factored, flattened
@@ -230,11 +230,6 @@ class Problems:
         return replace(self.known, plain=True)
 
     @property
-    def one_path(self) -> bool:
-        """True if a step always takes the same path, so that it can be recorded: a loop may branch."""
-        return self.way.route != "loop"
-
-    @property
     def signed(self) -> set[str]:
         """The variables that a signed optimiser moves by the sign of the gradient."""
         return {"x", "y", *self.own} - self.training.bounds.keys()
@@ -303,10 +298,6 @@ class Problems:
     def _pairing(self, x: Tensor, rows: Tensor) -> Tensor:
         return local_steps.pair_epochs(x, None if self.labels is None else self.labels[rows], self.epochs)
 
-    def value(self, variables: Variables, rows: Tensor) -> Tensor:
-        """Objectives (N,) of some problems."""
-        return self.value_and_slopes(variables, rows)[0]
-
     def value_and_slopes(
         self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0
     ) -> tuple[Tensor, Variables]:
@@ -329,8 +320,7 @@ class Problems:
                 with self.way():
                     return self._differentiated(variables, seen, labels, likelihood_weight)
             except Exception as error:  # a user's model may raise anything
-                if exhausted(error):
-                    raise
+                raise_if_exhausted(error)
                 if self.way.route == "loop":
                     why = f"the model or the chain fails on images of the descent ({type(error).__name__}: {error})"
                     raise SearchFails(f"{why}: let it accept any pixels") from error

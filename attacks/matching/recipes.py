@@ -93,7 +93,7 @@ def grad_inversion(
 def partial_matching(
     keep: float = 0.5, flat: float = 0.1, reach: float = 1e-2, tv: float = 0.01, rate: float = 0.1
 ) -> GradientMatching:
-    """Partial gradient matching with a gradient penalty, after Fan et al. (USENIX Security 2025): a part of the update is matched.
+    """Partial gradient matching with a gradient penalty, after Fan et al. (USENIX Security 2025).
 
     The length of the objective's gradient is penalised, so that the search ends where the objective is flat. The rest is
     Inverting Gradients. The choice of entries and both weights are ours, not the paper's.

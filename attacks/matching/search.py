@@ -10,12 +10,13 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
-from fedgauge.attacks.engine.optimizers import Callback, Descent, adam, lbfgs, minimise, per_iteration_count, restarted
+from fedgauge.attacks.engine.optimizers import Descent, adam, lbfgs, minimise, per_iteration_count, restarted
 from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Tracer, Variables, advance
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.components import check_above_zero, check_at_least, check_part
 
 Step = Callable[[Variables, Tensor, Tensor | float], tuple[Tensor, Variables]]
+Shapes = dict[str, torch.Size]  # of each variable of one problem
 Starts = Callable[[Tensor, Tensor], Variables]  # observations (N,), numbers of their draws (N,) -> fresh starts
 
 
@@ -44,11 +45,7 @@ class Search(ABC):
     """
 
     double: bool = field(default=False, kw_only=True)
-
-    @property
-    def coupling(self) -> float:
-        """Weight of the term that pulls an observation's restarts towards their mean."""
-        return 0.0
+    group = 0.0  # weight of the term that pulls an observation's restarts towards their mean
 
     @property
     @abstractmethod
@@ -72,8 +69,7 @@ class AdamSearch(adam, Search):
         flat: weight of a penalty on the length of the objective's gradient by the images (Fan et al., 2025). The penalty's
             gradient is a difference over the distance `reach`, so each iteration evaluates two gradients.
         compile: compile the whole step by torch.compile, once for each wave size, where it always takes the same path. Needs
-            a C++ compiler; without one the attack is not applicable. LeNet on a CPU thread: 1.5 to 3 times faster after 60 to
-            85 CPU seconds of compiling, which pays off from 3,000 iterations (K = 64) or 8,000 (K = 8).
+            a C++ compiler; without one the attack is not applicable. It pays off from some thousand iterations.
     """
 
     box: bool = True
@@ -92,10 +88,6 @@ class AdamSearch(adam, Search):
         check_above_zero(self, "reach")
         check_part(self, "anneal")
 
-    @property
-    def coupling(self) -> float:
-        return self.group
-
     def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
         problems, limiter, clock = context.problems, context.limiter, context.clock
         state, units, iterations = OptimizerState.at(variables), problems.units, context.budget.iterations
@@ -104,12 +96,12 @@ class AdamSearch(adam, Search):
 
         def value(some: Tensor) -> Tensor:
             rows = units[some].flatten()
-            return problems.value({name: t[rows] for name, t in variables.items()}, rows)
+            return problems.value_and_slopes({name: t[rows] for name, t in variables.items()}, rows)[0]
 
         return OptimizationResult(torch.cat(limiter.each(value, torch.arange(len(units)))), state.spent, interrupted)
 
     def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
-        if not (self.compile and problems.one_path):
+        if not (self.compile and problems.way.route != "loop"):
             return problems.value_and_slopes
         from fedgauge.attacks.matching.compiled_step import CompiledStep
 
@@ -174,82 +166,75 @@ class AdamSearch(adam, Search):
         """
         due = torch.tensor([context.tracer.due(n) for n in at])
         if due.any():
-            value = context.problems.value(variables, rows) if value is None else value
+            value = context.problems.value_and_slopes(variables, rows)[0] if value is None else value
             images = context.problems.joined(variables["x"][due], rows[due])
             context.tracer.keep(rows[due], torch.tensor(at)[due], value[due], images)
 
 
 @dataclass(frozen=True)
 class LBFGSSearch(lbfgs, Search):
-    """L-BFGS of each problem by itself; the budget's iterations count evaluations of a problem, restarts included."""
+    """L-BFGS of each problem by itself; the budget's iterations count evaluations of a problem, restarts included.
+
+    A problem that ends without a fit starts afresh.
+    """
 
     def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
-        return QuasiNewton(self, context).descend(variables)
-
-
-class QuasiNewton:
-    """One descent of all problems within a budget; those that end without a fit start afresh."""
-
-    def __init__(self, settings: lbfgs, context: SearchContext) -> None:
-        self.settings, self.problems, self.starts = settings, context.problems, context.starts
-        self.evaluations = context.budget.iterations  # of each problem, including its restarts
-        self.limiter, self.clock, self.tracer = context.limiter, context.clock, context.tracer
-        self.shapes: dict[str, torch.Size] = {}
-
-    def descend(self, variables: Variables) -> OptimizationResult:
-        """Advance the variables of all problems in place."""
-        self.shapes = {name: t.shape[1:] for name, t in variables.items()}
-        everyone = torch.arange(self.problems.count, device=variables["x"].device)
-        restarts, allowed = self.problems.restarts, torch.full_like(everyone, self.evaluations)
-        descent = self._search(everyone, _joined(variables), allowed)
+        problems, clock = context.problems, context.clock
+        shapes = {name: t.shape[1:] for name, t in variables.items()}
+        everyone = torch.arange(problems.count, device=variables["x"].device)
+        restarts, allowed = problems.restarts, torch.full_like(everyone, context.budget.iterations)
+        descent = self._search(context, shapes, everyone, _joined(variables), allowed)
         attempt = 0
-        while not self.clock.over():
+        while not clock.over():
             rows = (self._unfit(descent) & (descent.spent < allowed)).nonzero().flatten()
             if len(rows) == 0:
                 break
             attempt += 1
-            fresh = _joined(self.starts(rows // restarts, rows % restarts + attempt * restarts))
+            fresh = _joined(context.starts(rows // restarts, rows % restarts + attempt * restarts))
             left = (allowed - descent.spent)[rows]
-            restarted(descent, self._search(rows, fresh, left, descent), rows)
-        for name, t in self._apart(descent.x).items():
+            restarted(descent, self._search(context, shapes, rows, fresh, left, descent), rows)
+        for name, t in _apart(descent.x, shapes).items():
             variables[name][:] = t
         unfinished = ~descent.ended & (descent.spent < allowed)
-        return OptimizationResult(descent.f, descent.spent, unfinished & self.clock.over())
+        return OptimizationResult(descent.f, descent.spent, unfinished & clock.over())
 
     def _unfit(self, descent: Descent) -> Tensor:
-        return ~(descent.f <= self.settings.restart_above) if self.settings.restart_above else ~descent.f.isfinite()
+        return ~(descent.f <= self.restart_above) if self.restart_above else ~descent.f.isfinite()
 
-    def _search(self, among: Tensor, start: Tensor, allowed: Tensor, before: Descent | None = None) -> Descent:
-        evaluate = partial(self._evaluate, among)
-        watch = self._watching(among, before)
-        return minimise(evaluate, start, allowed, self.settings, over=self.clock.over, watch=watch)
+    def _search(
+        self, context: SearchContext, shapes: Shapes, among: Tensor, start: Tensor, allowed: Tensor,
+        before: Descent | None = None,
+    ) -> Descent:  # fmt: skip
+        problems = context.problems
 
-    def _evaluate(self, among: Tensor, points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and gradients of the chosen problems, as many together as the limiter allows."""
-        rows = among[chosen].cpu()
+        def evaluate(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+            """Values and gradients of the chosen problems, as many together as the limiter allows."""
+            rows = among[chosen].cpu()
 
-        def together(some: Tensor) -> tuple[Tensor, Tensor]:
-            value, slopes = self.problems.value_and_slopes(self._apart(points[some]), rows[some])
-            return value, _joined(slopes)
+            def together(some: Tensor) -> tuple[Tensor, Tensor]:
+                value, slopes = problems.value_and_slopes(_apart(points[some], shapes), rows[some])
+                return value, _joined(slopes)
 
-        values, slopes = zip(*self.limiter.each(together, torch.arange(len(points))), strict=True)
-        return torch.cat(values), torch.cat(slopes)
+            values, slopes = zip(*context.limiter.each(together, torch.arange(len(points))), strict=True)
+            return torch.cat(values), torch.cat(slopes)
 
-    def _watching(self, among: Tensor, before: Descent | None) -> Callback:
         def watch(at: Descent, live: Tensor) -> None:
             x, f, spent, rows = at.x[live], at.f[live], at.spent[live], among[live]
             if before is not None:  # a new draw counts once it is lower
                 lower = f < before.f[rows].nan_to_num(torch.inf)
                 x, f = torch.where(lower[:, None], x, before.x[rows]), torch.where(lower, f, before.f[rows])
                 spent = spent + before.spent[rows]
-            self.tracer.follow(rows, spent, f, self.problems.joined(self._apart(x)["x"], rows))
+            context.tracer.follow(rows, spent, f, problems.joined(_apart(x, shapes)["x"], rows))
 
-        return watch if self.tracer else lambda at, live: None
-
-    def _apart(self, points: Tensor) -> Variables:
-        pieces = points.split([shape.numel() for shape in self.shapes.values()], 1)
-        return {name: t.view(-1, *self.shapes[name]) for name, t in zip(self.shapes, pieces, strict=True)}
+        watching = {"watch": watch} if context.tracer else {}
+        return minimise(evaluate, start, allowed, self, context.clock.over, **watching)
 
 
 def _joined(parts: Variables) -> Tensor:
     return torch.cat([t.flatten(1) for t in parts.values()], 1)
+
+
+def _apart(points: Tensor, shapes: Shapes) -> Variables:
+    """The inverse of `_joined`."""
+    pieces = points.split([shape.numel() for shape in shapes.values()], 1)
+    return {name: t.view(-1, *shapes[name]) for name, t in zip(shapes, pieces, strict=True)}

@@ -21,7 +21,7 @@ from fedgauge.client.update import Batch, concatenate
 
 @dataclass(frozen=True)
 class membership(Measure):
-    """Tell by a score who was in the batch behind an update.
+    """Batch membership: score candidates against an update.
 
     Public examples of the candidate's label show how high a stranger scores.
 

@@ -17,7 +17,6 @@ from fedgauge.attacks.membership.scores import classes_of
 from fedgauge.attacks.modality.membership import ANYBODY, HELD, MEMBER, RATES
 from fedgauge.attacks.score_rows import ScoreRecord, wrong_client
 from fedgauge.client.data.images import batch_of
-from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, concatenate
 
@@ -29,29 +28,12 @@ class MembershipTest:
     Args:
         most, held: strangers, and examples of each client's data, at most.
         clients: their batches are members; with those of the baseline wrong_client.
-
-    Raises:
-        ValueError: there are no strangers.
     """
 
     case: Case
     most: int
     held: int
     clients: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not len(self.strangers.y):
-            raise ValueError("strangers are examples of the test part, and [data] has none: give it one")
-
-    @property
-    def fed(self) -> Federation:
-        """The federation with their data."""
-        return self.case.fed
-
-    @property
-    def round(self) -> int:
-        """Of the wave."""
-        return self.case.wave.round
 
     @cached_property
     def rows(self) -> Tensor:
@@ -62,14 +44,14 @@ class MembershipTest:
     @cached_property
     def strangers(self) -> Batch:
         """Test examples, which no client holds."""
-        data = self.fed.shards.dataset
-        order = torch.randperm(len(data.y_test), generator=generator(self.fed.protocol.seed, "strangers"))
+        data = self.case.fed.shards.dataset
+        order = torch.randperm(len(data.y_test), generator=generator(self.case.fed.protocol.seed, "strangers"))
         return batch_of(data.x_test, data.y_test, order[: self.most])
 
     @cached_property
     def candidates(self) -> Batch:
         """All of them, members unmarked."""
-        data = self.fed.shards.dataset
+        data = self.case.fed.shards.dataset
         return concatenate([batch_of(data.x, data.y, self.rows), self.strangers])
 
     @cached_property
@@ -78,14 +60,14 @@ class MembershipTest:
 
     def _batch(self, client: int) -> Tensor:
         """Rows of the examples behind a client's update."""
-        return self.fed.rows_at(client, self.round)
+        return self.case.fed.rows_at(client, self.case.wave.round)
 
     def _held(self, client: int) -> Tensor:
         """Rows of some examples of the data behind a client's updates, the same in every round."""
         found = []
-        for member in self.fed.protocol.members(client, self.round):
-            mine = self.fed.shards.indices[member]
-            order = torch.randperm(len(mine), generator=generator(self.fed.protocol.seed, "held", member))
+        for member in self.case.fed.protocol.members(client, self.case.wave.round):
+            mine = self.case.fed.shards.indices[member]
+            order = torch.randperm(len(mine), generator=generator(self.case.fed.protocol.seed, "held", member))
             found.append(mine[order[: self.held]])
         return torch.cat(found)
 

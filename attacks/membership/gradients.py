@@ -1,13 +1,12 @@
 """Gradients of many candidates at the weights that the server sent, without holding all of them at once."""
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Generator, Tensor
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.attacks.base import Knowledge
@@ -15,13 +14,12 @@ from fedgauge.attacks.engine.gradients.factored import FactoredGradient, formed
 from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import gradients
 from fedgauge.client.chain import Chain
-from fedgauge.client.models.losses import is_mean, logit_gradient
+from fedgauge.client.models.losses import is_mean
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Params, Update
 
 CHUNK = 128  # candidates that are differentiated together
-FEW = 3  # directions up to which one forward-mode derivative each is cheaper than the gradients themselves
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,28 +73,8 @@ class CandidateGradients:
         return torch.cat(found).double()
 
     def products(self, directions: Tensor) -> Tensor:
-        """<gradient, direction> for each direction (K, d), flattened in the order of the weights: (K, N) float64.
-
-        A few directions take a forward-mode derivative each; many share one pass that forms a chunk of gradients at a time.
-        """
-        if len(directions) > FEW or self.known.plain or self.is_stochastic:
-            return torch.cat([(rows @ directions.T).double() for rows in self.rows()]).T
-        return torch.stack([self._along(unflattened(direction, self.params)) for direction in directions])
-
-    def _along(self, direction: Update) -> Tensor:
-        found = []
-        for part in self._parts():
-
-            def logits(params: Params, x: Tensor = part.x) -> Tensor:
-                return self._logits(params, x)
-
-            # torch compiles some rules on its first forward-mode derivative, with a warning
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-                at, moved = jvp(logits, (self.params,), (direction,))[:2]
-            slopes = logit_gradient(self.known.loss, at, part.y)
-            found.append((slopes * moved).flatten(1).double().sum(1))
-        return torch.cat(found)
+        """<gradient, direction> for each direction (K, d), flattened in the order of the weights: (K, N) float64."""
+        return torch.cat([(rows @ directions.T).double() for rows in self.rows()]).T
 
     @cached_property
     def norms(self) -> Tensor:
@@ -160,12 +138,6 @@ class CandidateGradients:
 def flattened(update: Update) -> Tensor:
     """Updates (K, ...) as one matrix (K, d)."""
     return torch.cat([t.flatten(1) for t in update.values()], 1)
-
-
-def unflattened(row: Tensor, like: Params) -> Update:
-    """A row (d,) as tensors shaped like the weights."""
-    parts = row.split([t.numel() for t in like.values()])
-    return {k: part.view(t.shape).to(t) for part, (k, t) in zip(parts, like.items(), strict=True)}
 
 
 def _squares(part: Tensor | FactoredGradient) -> Tensor:

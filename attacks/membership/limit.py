@@ -15,7 +15,15 @@ from torch import Tensor
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.client.training import StochasticLayer
-from fedgauge.client.transforms import BatchTransform, GroupMean, Link, is_identity, is_per_example, noise_free
+from fedgauge.client.transforms import (
+    BatchTransform,
+    GroupMean,
+    Link,
+    UpdateDistribution,
+    is_identity,
+    is_per_example,
+    noise_free,
+)
 
 
 def power(alpha: float, mu: float) -> float:
@@ -76,17 +84,9 @@ def _scale(known: Knowledge) -> float:
     density, chain = known.chain.update_distribution, known.chain
     others = [link for link in chain.links if link is not chain.local and not isinstance(link, GroupMean)]
     together = [link for link in others if isinstance(link, Link) and not is_per_example(link)]
-    if density is None or not density.sigma > 0:
-        raise ValueError("the exact curve is only of normal noise, and this chain has none")
-    obstacles = {
-        "other noise": density.scale or density.shrink != 1 or density.signed,
-        "layers that draw": any(isinstance(m, StochasticLayer) for m in known.model.modules()),
-        "changed examples": any(isinstance(link, BatchTransform) for link in others),
-        "several local steps": not chain.local.one_gradient,
-        "more than clipping of each gradient": (
-            density.hidden or density.sparse or not all(map(is_identity, map(noise_free, together)))
-        ),
-    }
-    if found := [name for name, there in obstacles.items() if there]:
-        raise ValueError(f"the exact curve is only of one gradient under normal noise, and here there are {found[0]}")
+    drawn = any(isinstance(m, StochasticLayer) for m in known.model.modules())
+    changed = any(isinstance(link, BatchTransform) for link in others)
+    one = chain.local.one_gradient and all(map(is_identity, map(noise_free, together))) and not (drawn or changed)
+    if not one or density is None or density.sigma <= 0 or density != UpdateDistribution(sigma=density.sigma):
+        raise ValueError("the exact curve is only of one gradient, clipped by itself, under normal noise")
     return known.scale / (known.batch_size * density.sigma)

@@ -35,10 +35,10 @@ MOST_HELD_OUT = 512  # held-out shadow updates at most
 
 @dataclass(frozen=True)
 class learned_rows(Attack):
-    """Predicts words by position from their own rows of the gradients, one sentence per update; iterations are Adam's steps.
+    """Predicts words by position from their rows of the gradients, one sentence per update.
 
-    Training ends early when held-out auxiliary sentences have not become likelier for `patience` checks; the best weights are
-    used. The word embeddings or an untied head must share their gradients.
+    The budget's iterations are Adam's steps. Training ends early when held-out auxiliary sentences have not become likelier
+    for `patience` checks; the best weights are used. The word embeddings or an untied head must share their gradients.
 
     Args:
         hidden: units of the two hidden layers.

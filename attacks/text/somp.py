@@ -38,7 +38,9 @@ MOST_NUMBERS = 2**29  # of the updates of sentences that are held at once: 4 GB
 
 @dataclass(frozen=True)
 class somp(SentenceReader):
-    """Sentences of a decoder's batches, also with nearly as many tokens as dimensions; iterations are passes of exchanges.
+    """Sentences of a decoder's batches, also with nearly as many tokens as dimensions.
+
+    The budget's iterations are passes of exchanges.
 
     Args:
         each: words kept for one position, as a multiple of the batch size.

@@ -31,10 +31,11 @@ START = 0.5  # standard deviation of the starts' logits
 
 @dataclass(frozen=True)
 class tiger(SentenceReader):
-    """Words of small batches from attention gradients, also under noise that hides them from dager; iterations are Adam's steps.
+    """Words of small batches from attention gradients, also under noise that hides them from dager.
 
-    An encoder's lengths that are not given are read off the first block, where its last token fits best. A decoder's are read off
-    the gradient of positions where it is usable, else all positions hold words.
+    The budget's iterations are Adam's steps. An encoder's lengths that are not given are read off the first block, where
+    its last token fits best. A decoder's are read off the gradient of positions where it is usable, else all positions hold
+    words.
 
     Args:
         rate: of Adam, on the logits of the words' mixtures.

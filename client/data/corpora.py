@@ -70,7 +70,7 @@ def phrases(
     task: Task = "classification",
     longer: Longer = "cut",
 ) -> Text:
-    """4,000 short sentences of a small grammar, of private life (class 0) or of work (1); 3,200 for training; no file needed.
+    """4,000 sentences of a small grammar, about private life (class 0) or work (1); no file needed.
 
     Args:
         length: tokens of every sentence, with its first and last special token; shorter ones are padded on the right.
@@ -100,7 +100,7 @@ def csv(
     task: Task = "classification",
     longer: Longer = "cut",
 ) -> Text:
-    """A user's own table: a CSV file in UTF-8 with the columns' names in its first line.
+    """Sentences in a CSV file in UTF-8 with the columns' names in its first line.
 
     Args:
         text, label: its columns of sentences and of classes (numbers from 0, or names); next_token reads no label.
@@ -180,8 +180,7 @@ def _labelled(
         return replace(found, names=classes if task == "classification" else ())
 
     dataset.__name__ = dataset.__qualname__ = name  # its name in scenarios
-    files = f"local files under text/{name}, else downloaded on first use"
-    dataset.__doc__ = f"{description}: {files}.\n\n    Args: as for phrases.\n    "
+    dataset.__doc__ = f"{description}.\n\n    Args: as for phrases.\n    "
     return dataset
 
 
@@ -218,7 +217,7 @@ def wikitext2(
     tokenizer_folder: Path | None = None,
     vocabulary: int = 2000,
 ) -> Text:
-    """WikiText-2 in pieces of exactly length tokens, for next_token: local files under text/wikitext2, else downloaded.
+    """WikiText-2 in pieces of exactly length tokens, for next_token.
 
     Headings are left out. Without train.txt, training uses the validation part. The test part is cut to its first pieces.
 

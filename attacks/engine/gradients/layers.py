@@ -213,10 +213,11 @@ class GradientRecorder(CallRecorder):
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
     ) -> Tensor:
-        if groups != 1 or _pair(dilation) != (1, 1) or isinstance(padding, str) or input.dim() != 4:
-            raise Unsupported("a convolution with groups, dilation or padding given as a string")
-        if self.moves and input.shape[1] >= WIDE:
-            raise Unsupported("a wide convolution with different weights for each problem")
+        wide = self.moves and input.shape[1] >= WIDE
+        if wide or groups != 1 or _pair(dilation) != (1, 1) or isinstance(padding, str) or input.dim() != 4:
+            raise Unsupported(
+                "a convolution with groups or dilation, or a wide one with different weights for each problem"
+            )
         kernel = (weight.shape[2], weight.shape[3])
         windows = Windows(tuple(input.shape), kernel, _pair(stride), _pair(padding))
         names = self.names[id(weight)], self.name(bias)

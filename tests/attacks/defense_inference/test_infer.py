@@ -189,17 +189,11 @@ def test_a_sign_is_inferred_with_its_scale(world: World) -> None:
         assert found.parameters["scale"] == pytest.approx(scale)
 
 
-def test_a_mask_that_all_know_has_its_zeros_everywhere_in_the_same_places(world: World) -> None:
-    known, secret = (world.inferred(world.updates(world.local, mask(0.3, seed))) for seed in (5, None))
-    assert known.kind == secret.kind == "mask"
-    assert "a public mask" in known.evidence
-    assert "a public mask" not in secret.evidence
-    assert known.parameters["keep"] == pytest.approx(0.3, rel=0.2)
-    assert secret.parameters["keep"] == pytest.approx(0.3, rel=0.2)
-    # what the attacker expects is hidden where the clients hide it, and nowhere where they show something
-    bare, seen = world.updates(world.local)[0], world.updates(world.local, mask(0.3, 5))
-    expected = known.chain.links[1](lambda *_: bare)({}, world.batches[0], None)
-    assert all(torch.equal(expected[k], t) for k, t in seen[0].items())
+@pytest.mark.parametrize("seed", [5, None])
+def test_a_masks_share_is_inferred(world: World, seed: int | None) -> None:
+    found = world.inferred(world.updates(world.local, mask(0.3, seed)))
+    assert found.kind == "mask"
+    assert found.parameters["keep"] == pytest.approx(0.3, rel=0.2)
 
 
 def test_a_clips_bound_is_its_norm(world: World) -> None:

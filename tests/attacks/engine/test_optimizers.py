@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.engine.optimizers import Evaluate, adam, lbfgs, minimise, per_iteration_count
-
-
-def test_rates_are_cut_and_decay() -> None:
-    cuts = adam(0.1, cuts=(3 / 8, 5 / 8, 7 / 8))
-    assert [cuts.rate_at(i, 8) for i in range(8)] == pytest.approx([0.1] * 3 + [0.01] * 2 + [1e-3] * 2 + [1e-4])
-    assert [adam(0.5, decay=0.9).rate_at(i, 3) for i in range(3)] == pytest.approx([0.5, 0.45, 0.405])
-    assert adam(0.1).rate_at(99, 100) == 0.1
+from fedgauge.attacks.engine.optimizers import Evaluate, adam, lbfgs, minimise
 
 
 def slopes_of_a_path(steps: int) -> list[Tensor]:
@@ -57,14 +50,6 @@ def test_each_problem_steps_by_its_own_count() -> None:
         settings.step(part, slope[there], both, [now - joins[k] for k in there.tolist()], 12)
         x[there], moments[0][there], moments[1][there] = part, *both
     torch.testing.assert_close(x, torch.cat(alone), rtol=1e-14, atol=0)
-
-
-def test_what_each_count_makes_of_a_function() -> None:
-    like = torch.zeros(3, 2, 2)
-    assert per_iteration_count(lambda n: n / 2, [4, 4, 4], like) == 2.0
-    found = per_iteration_count(lambda n: n / 2, [4, 0, 1], like)
-    assert isinstance(found, Tensor)
-    torch.testing.assert_close(found, torch.tensor([2.0, 0.0, 0.5]).view(3, 1, 1))
 
 
 def rosenbrock(p: Tensor) -> Tensor:

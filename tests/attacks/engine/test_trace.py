@@ -16,7 +16,7 @@ from fedgauge.attacks.matching.search import LBFGSSearch
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from tests.attacks.matching import tiny_problems
-from tests.attacks.matching.tiny_problems import SHAPE, streams
+from tests.attacks.matching.tiny_problems import streams
 
 Make = Callable[..., Any]
 RECIPES: dict[str, GradientMatching] = {
@@ -87,15 +87,6 @@ def test_a_snapshot_is_the_result_of_a_smaller_budget() -> None:
             trace = trace_of(found)
             assert int(trace.iteration[place]) == iterations
             ends_in(Trace(*(t[: place + 1] for t in (trace.iteration, trace.objective, trace.x))), less)
-
-
-def test_the_first_snapshot_is_the_start() -> None:
-    wave, known = scene()
-    start = torch.rand(2, 2, *SHAPE, generator=torch.Generator().manual_seed(9))
-    for attack in (inverting_gradients(), idlg()):
-        found = attack.traced(3).continued(wave, known, Budget(6), streams(0, 1), start)
-        for k, result in enumerate(found):
-            torch.testing.assert_close(trace_of(result).x[0], (start[k] * 255).round().to(torch.uint8), rtol=0, atol=1)
 
 
 @pytest.mark.usefixtures("double")

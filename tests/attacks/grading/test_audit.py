@@ -1,6 +1,5 @@
 """The audit: attack first and truth afterwards, rows that can be recomputed, a threat model in words."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fedgauge.client.data.images
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, StatefulAttack, Wave
+from fedgauge.attacks.base import Attack, Knowledge, Observation, Reconstruction, StatefulAttack, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.malicious.carried_input import carried_input
 from fedgauge.attacks.malicious.fishing import class_fishing
@@ -429,12 +428,3 @@ def test_the_attackers_form_holds_no_noise_of_the_client(make_federation: Make) 
 
 
 # --------------------------------------------------------------------------------------------------------------- plan
-
-
-def test_a_planned_attack_travels_as_json() -> None:
-    plan = planned("inverting_gradients", tv=0.1, restarts=2, seconds=3, labels="given", name="a-b_c")
-    again = PlannedAttack.from_json(plan.to_json())
-    assert again == plan
-    assert again.budget == Budget(2, 2, 3.0)
-    assert again.build() == plan.build()
-    assert json.loads(plan.to_json())["table"] == {"use": "inverting_gradients", "tv": 0.1}

@@ -48,15 +48,6 @@ def lm(make: Make, batch_size: int = 2, **changes: Any) -> Federation:
 # ----------------------------------------------------------------------------------------------------------- federation
 
 
-def test_a_tiny_gpt2_learns_in_a_round_of_local_sgd(make: Make) -> None:
-    fed = lm(make, batch_size=1280, chain=[{**LOCAL, "rate": 0.5, "steps": 40, "batch_size": 32}])
-    params, buffers = fed.initial()
-    accuracy, loss = fed.evaluate(params)
-    update = fed.client_update(params, buffers, 0, 1)
-    after = fed.evaluate({k: p + update[k] for k, p in params.items()})
-    assert after[1] < 0.9 * loss and after[0] > accuracy + 0.05
-
-
 @pytest.mark.parametrize(
     "link",
     [
@@ -99,11 +90,6 @@ def test_defenses_of_updates_work_on_text_as_they_are(make: Make, link: dict[str
 def test_what_does_not_fit_text_is_refused(make: Make, changes: dict[str, Any], name: str) -> None:
     with pytest.raises(SpecError, match=name):
         make(**changes).check()
-
-
-def test_a_model_of_words_refuses_images(make_federation: Make) -> None:
-    with pytest.raises(SpecError, match="tiny_bert"):
-        make_federation(model=SMALL).check()
 
 
 # ---------------------------------------------------------------------------------------------------------------- audit

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Budget, ClientState, Knowledge, Observation, Reconstruction, Stream, Wave
 from fedgauge.attacks.matching.feedback_blending import feedback_blending
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
-from fedgauge.attacks.matching.recipes import dlg, idlg
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
@@ -128,14 +127,6 @@ def test_the_controls_start_from_their_images(start: str) -> None:
             torch.testing.assert_close(begun[1, 0], expected)
 
 
-def test_invalid_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="alpha"):
-        feedback_blending(recorded(), alpha=1.5)
-    waves, known = sequence(1)
-    (found,) = run(feedback_blending(recorded(), start="mean"), waves, replace(known, auxiliary=None))
-    assert {r.status for r in found} == {"not_applicable"}
-
-
 # ---------------------------------------------------------------------------------- one wave at a time, as in a live run
 
 
@@ -174,9 +165,3 @@ def test_a_declined_attack_leaves_the_state_unchanged() -> None:
     found, after = blending.advance(waves[0], known, Budget(3), streams(0), [kept, kept])
     assert {(r.status, r.x) for r in found} == {("not_applicable", None)}
     assert all(torch.equal(memory["blend"], kept["blend"]) and int(memory["images"]) == 2 for memory in after)
-
-
-def test_a_name_or_a_table_makes_the_same_attack() -> None:
-    for blending in (feedback_blending(), feedback_blending(idlg()), feedback_blending({"use": "idlg"})):
-        assert blending.inner == idlg()
-    assert feedback_blending({"use": "dlg", "restart_above": 1e-5}).inner == dlg(restart_above=1e-5)

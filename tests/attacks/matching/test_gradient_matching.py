@@ -122,12 +122,6 @@ def test_time_ends_an_attack_with_what_it_has() -> None:
         assert torch.isfinite(result.x).all()
 
 
-@pytest.mark.parametrize("arguments", [{"tv": -0.1}, {"tv": float("nan")}, {"rate": 0.0}, {"rate": -1.0}])
-def test_invalid_hyperparameters_are_refused(arguments: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must"):
-        inverting_gradients(**arguments)
-
-
 def results_in_the_box(results: list[Reconstruction]) -> None:
     for result in results:
         assert result.x is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.membership.gradients import FEW, CandidateGradients, flattened, unflattened
+from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.models.vision import convsmall, detached_params, lenet, resnet20
 from fedgauge.client.rng import generator
@@ -54,10 +54,8 @@ def test_rows_norms_and_products_are_those_of_autograd(net: str, plain: bool) ->
     rows = by_autograd(found)
     assert torch.allclose(torch.cat(list(found.rows())), rows, atol=1e-5)
     assert torch.allclose(found.norms, rows.double().norm(dim=1), rtol=1e-4)
-    directions = torch.randn(FEW + 2, rows.shape[1], generator=generator("directions"))
-    expected = (rows @ directions.T).T.double()
-    assert torch.allclose(found.products(directions), expected, atol=1e-3), "by formed gradients"
-    assert torch.allclose(found.products(directions[:FEW]), expected[:FEW], atol=1e-3), "by forward-mode derivatives"
+    directions = torch.randn(3, rows.shape[1], generator=generator("directions"))
+    assert torch.allclose(found.products(directions), (rows @ directions.T).T.double(), atol=1e-3)
 
 
 def test_a_loss_is_the_examples_own() -> None:
@@ -76,13 +74,6 @@ def test_clipping_each_example_keeps_a_part_of_its_gradient(links: Chain) -> Non
     assert found.norms.min() > 0.5, "otherwise nothing is clipped"
     assert torch.allclose(found.kept, 0.5 / found.norms, rtol=1e-4)
     assert candidates(links=chain(clip(0.5), local_sgd(0.1))).kept.eq(1).all(), "clips the mean, not the example"
-
-
-def test_flattening_keeps_the_order_of_the_weights() -> None:
-    params = candidates().params
-    wave = {k: torch.stack([t, 2 * t]) for k, t in params.items()}
-    again = unflattened(flattened(wave)[1], params)
-    assert all(again[k].equal(2 * t) for k, t in params.items())
 
 
 def test_what_mixes_examples_is_refused() -> None:

@@ -178,22 +178,23 @@ def test_the_limit_is_the_distance_of_two_gradients(make_federation: Make, obser
 
 
 @pytest.mark.parametrize(
-    ("chain", "words"),
+    "chain",
     [
-        ([{"use": "laplace", "scale": 0.1}, SGD], "normal noise"),
-        ([{"use": "gaussian", "sigma": 0.1}, {**SGD, "steps": 5}], "several local steps"),
-        ([{"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 0.1}, SGD], "clipping"),
-        ([{"use": "mixup", "alpha": 0.4}, {"use": "gaussian", "sigma": 0.1}, SGD], "changed examples"),
+        [{"use": "laplace", "scale": 0.1}, SGD],
+        [{"use": "gaussian", "sigma": 0.1}, {**SGD, "steps": 5}],
+        [{"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 0.1}, SGD],
+        [{"use": "mixup", "alpha": 0.4}, {"use": "gaussian", "sigma": 0.1}, SGD],
     ],
+    ids=["Laplace", "steps", "clip", "mixup"],
 )
 def test_no_curve_is_stated_that_is_not_the_chains(
-    make_federation: Make, observe: Make, chain: list[dict[str, Any]], words: str
+    make_federation: Make, observe: Make, chain: list[dict[str, Any]]
 ) -> None:
     fed = make_federation(chain=chain, model={"use": "mlp", "hidden": [8]}, data={"batch_size": 2})
     found = Auditor(FederationSource(fed)).audit(
         PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}), observe(fed, (0,))
     )
-    assert found[0].reconstruction.status == "not_applicable" and words in found[0].reconstruction.reason
+    assert found[0].reconstruction.status == "not_applicable" and "exact curve" in found[0].reconstruction.reason
 
 
 def test_what_is_not_finite_tells_nobody(fed: Federation, observe: Make) -> None:
@@ -245,8 +246,3 @@ def test_where_nobody_can_tell_the_reason_is_said(make_federation: Make, observe
     found = Auditor(FederationSource(few)).audit(planned(), observe(few, (0,)))
     assert found[0].reconstruction.status == "not_applicable"
     assert "auxiliary" in found[0].reconstruction.reason
-    data = replace(fed.shards.dataset, x_test=fed.shards.dataset.x_test[:0], y_test=fed.shards.dataset.y_test[:0])
-    bare = Federation(fed.protocol)
-    vars(bare)["shards"] = replace(fed.shards, dataset=data)
-    with pytest.raises(ValueError, match="test part"):
-        MembershipTest(case(bare, wave), 1000, 40, (0,))

@@ -254,8 +254,6 @@ def test_the_named_devices_get_workers(
     ("devices", "words"),
     [
         ("cuda:3", "sees 3 GPUs"),
-        (("cuda:0", "cuda:0"), "each device once"),
-        ((), "each device once"),
         ("gpu", "there is no device 'gpu'"),
     ],
 )

@@ -24,6 +24,7 @@ from fedgauge.simulations.cli import main as cli
 from fedgauge.simulations.deploy.folder import DEMO, Deployment
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import create_run
+from fedgauge.simulations.run.exit_status import exit_status
 
 OWN_NETS = """
 from torch import nn
@@ -141,3 +142,23 @@ def test_a_run_to_which_no_attack_applies_ends_as_a_simulation_does(
     run = make_taped(tmp_path / "run", scenario)
     serve(run, LocalExecutor())
     assert trained("one", run, made, monkeypatch) == 3
+
+
+def test_a_complete_run_is_attacked_further_by_the_next_start(
+    made: Deployment, make_scenario: Any, make_taped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service follows while the start holds its lock; a run without waiting attacks is complete."""
+    run = make_taped(made.folder / "runs" / "one", make_scenario())
+    run.model.write_bytes(b"weights")
+    seen = []
+
+    def waits(at: Run, ledger: Any, *_: Any) -> None:
+        seen.append((ledger.progress().waiting, at.at_work("training")))
+        serve(at, LocalExecutor())
+
+    monkeypatch.setattr("fedgauge.simulations.deploy.train._wait_for_attacks", waits)
+    command = ["deploy", "start", str(made.folder), "--superlink", "here:1", "--name", "one"]
+    assert cli.main(command) == exit_status(run)
+    assert cli.main(command) == 2, "it is complete"
+    ((waiting, follows),) = seen
+    assert waiting > 0 and follows
