@@ -141,6 +141,7 @@ class AppRecorder:
         self._clients: dict[int, int] = {}  # by node, in the order in which nodes are first asked to train
         self._open: dict[int, list[_Sent]] = defaultdict(list)  # messages without a reply, by node
         self._counts = _RoundNumbers()
+        self._recorded: dict[int, int] = {}  # by the app's number of a round, the latest round for it
         self._written: dict[int, tuple[Arrays, str]] = {}  # by round, the weights in its file and the file's digest
         self._seen: dict[int, dict[int, Participation]] = {}  # by round and client, to be entered
         self._tests: list[tuple[float, float | None, float | None]] = []  # of the round: examples, accuracy, loss
