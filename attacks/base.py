@@ -383,11 +383,7 @@ class Attack(ABC):
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
-        """One reconstruction for each observation of the wave, and the new state of its client, in order.
-
-        Args:
-            memories: each client's state after the attack on its last observation; read only.
-        """
+        """`reconstruct`, and each client's new state; see StatefulAttack."""
         return self.reconstruct(wave, known, budget, streams), list(memories)
 
     def variants(self, known: Knowledge) -> Mapping[str, "Attack"]:
@@ -402,10 +398,20 @@ class Attack(ABC):
 class StatefulAttack(Attack):
     """An attack with memory: earlier updates of a client change how it attacks the next one.
 
-    It defines `advance`, and attacks a client's observations in the order of their rounds, each client for itself.
+    It attacks a client's observations in the order of their rounds, each client for itself.
     """
 
     is_stateful: ClassVar[bool] = True
+
+    @abstractmethod
+    def advance(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+    ) -> tuple[list[Reconstruction], list[ClientState]]:
+        """One reconstruction for each observation of the wave, and the new state of its client, in order.
+
+        Args:
+            memories: each client's state after the attack on its last observation; read only.
+        """
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

@@ -169,9 +169,5 @@ def _behind(chain: Chain) -> bool:
 
 def _lengths(batch: Batch, pad: int, in_order: bool) -> Tensor:
     lengths = (batch.x != pad).sum(1)
-    if in_order:
-        return lengths
-    if not batch.labelled:
-        return lengths.sort().values
-    order = sorted(range(len(lengths)), key=lambda i: (int(batch.y[i]), int(lengths[i])))
-    return lengths[order]
+    labels = batch.y if batch.labelled else torch.zeros_like(lengths)
+    return lengths if in_order else lengths[(labels * (lengths.max() + 1) + lengths).argsort()]

@@ -277,7 +277,7 @@ def doubled(known: Knowledge) -> Knowledge:
     except Exception as error:  # a user's object may raise anything
         why = f"cannot be copied ({error_line(error)}), and float64 needs a copy"
         remedy = "set double = false, or keep what cannot be copied out of the module"
-        raise Unattackable(Problem("copy", "the model", why, remedy)) from error
+        refuse(Problem("copy", "the model", why, remedy))
     return replace(known, model=model, loss=loss)
 
 

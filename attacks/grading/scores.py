@@ -109,8 +109,7 @@ def ungraded_rows(
 
     objective = result.objective if math.isfinite(result.objective) else None
     rows = [row(client, attack, WHOLE_BATCH, OBJECTIVE, objective)]
+    graded = [(client, attack), *([] if other is None else [(other, wrong_client(attack))])]
     if not came_back(result.x):
-        rows += [row(client, attack, i, metric, None) for i in range(examples)]
-        if other is not None:
-            rows += [row(other, wrong_client(attack), i, metric, None) for i in range(examples)]
+        rows += [row(whose, name, i, metric, None) for whose, name in graded for i in range(examples)]
     return rows

@@ -22,7 +22,7 @@ class Auxiliary:
 
     Args:
         size: how many; default: all that the other arguments allow.
-        classes: only images of these classes, out of distribution for clients with others; default: of all.
+        classes: only images of these classes (empty: of all), out of distribution for clients with others.
         beta: if classes are chosen, the share of images of the other classes.
         pseudo: how many additional pseudo-images, with uniformly drawn labels.
         transform: pseudo-images are normal and independent in each coefficient of the cosine transform, or in each pixel.

@@ -20,8 +20,7 @@ from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradien
 from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update
 from fedgauge.attacks.engine.scheduler import Variables
-from fedgauge.attacks.matching import local_steps
-from fedgauge.attacks.matching.objective import Objective
+from fedgauge.attacks.matching.objective import Objective, averaged, pair_epochs
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.update import Update
@@ -284,7 +283,7 @@ class Problems:
     def joined(self, x: Tensor, rows: Tensor) -> Tensor:
         """The resulting images (N, B, C, H, W) of some problems, with several epochs' copies averaged."""
         x = self.examples(x)
-        return x if self.epochs == 1 else local_steps.averaged(x, self._pairing(x, rows))
+        return x if self.epochs == 1 else averaged(x, self._pairing(x, rows))
 
     def joined_labels(self, variables: Variables, rows: Tensor) -> Tensor:
         """The resulting labels (N, B) of some problems."""
@@ -292,11 +291,11 @@ class Problems:
             return self.labels[rows][:, : self.known.batch_size]
         likely = variables["y"].softmax(2)
         if self.epochs > 1:
-            likely = local_steps.averaged(likely, self._pairing(self.examples(variables["x"]), rows))
+            likely = averaged(likely, self._pairing(self.examples(variables["x"]), rows))
         return likely.argmax(2)
 
     def _pairing(self, x: Tensor, rows: Tensor) -> Tensor:
-        return local_steps.pair_epochs(x, None if self.labels is None else self.labels[rows], self.epochs)
+        return pair_epochs(x, None if self.labels is None else self.labels[rows], self.epochs)
 
     def value_and_slopes(
         self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0

@@ -65,7 +65,7 @@ def npz(
     std: Statistics = None,
     classes: int | None = None,
 ) -> Dataset:
-    """A NumPy archive: x uint8 (N, H, W), (N, H, W, C) or (N, C, H, W), y whole numbers (N,), and x_test, y_test if there are.
+    """A NumPy archive: x uint8 (N, H, W), (N, H, W, C) or (N, C, H, W), y integers (N,), and x_test, y_test if there are.
 
     Args:
         test: without x_test: the share of the images that no client trains on, above 0 and below 1.

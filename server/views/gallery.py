@@ -1,5 +1,7 @@
 """The gallery: private examples with their reconstructions, one page at a time."""
 
+import base64
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,19 +9,24 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedgauge.attacks.modality.base import Mark, Modality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.data.images import Dataset, Shards
 from fedgauge.server.store.ledger_types import UNGRADED
-from fedgauge.server.store.pictures import SMALL, png, reconstruction
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.run_files import LedgerError
+from fedgauge.server.store.tape import TapeError
 from fedgauge.server.views.formatting import in_unit, status_words
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 
+SMALL = 96  # pixels per side of an image
 WORD_BYTES = 40  # per marked word
 PAGE = 24  # cards in one answer
 BYTES = 1_000_000  # for cards with pictures, so that a report stays below 6 MB
@@ -295,3 +302,43 @@ def worst_cases(gallery: Gallery, count: int) -> list[Card]:
         if len(found) == count:
             break
     return list(found.values())
+
+
+def png(x: Tensor, most: int | None = None) -> str:
+    """Encode an image (C, H, W), one or three channels, in [0, 1] or uint8, as the data URI of a PNG.
+
+    Args:
+        most: pixels per side; larger images are averaged.
+    """
+    from PIL import Image
+
+    pixels = x.float() / 255 if x.dtype == torch.uint8 else x.clamp(0, 1)
+    if most is not None and max(pixels.shape[1:]) > most:
+        factor = math.ceil(max(pixels.shape[1:]) / most)
+        pixels = F.avg_pool2d(pixels, factor, ceil_mode=True)
+    values = (pixels * 255).round().byte().permute(1, 2, 0).numpy()  # (H, W, C)
+    file = io.BytesIO()
+    Image.fromarray(values[:, :, 0] if values.shape[2] == 1 else values).save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def reconstruction(run: Run, round: int, client: int, attack: str) -> dict[str, Tensor] | str:
+    """Read a reconstruction in the order of its scores' examples; "missing" or "damaged" without one."""
+    try:
+        return _by_example(run.read_reconstruction(round, client, attack))
+    except (TapeError, LedgerError) as error:
+        return "missing" if isinstance(error.__cause__, FileNotFoundError) else "damaged"
+
+
+def _by_example(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sort reconstructions by the example numbers that grading by a later truth added."""
+    if "example" not in tensors:
+        return tensors
+    example = tensors["example"]
+    size, some = int(example.max()) + 1, example >= 0
+    placed = dict(tensors)
+    for name, t in tensors.items():
+        if name in ("x", "y", "confidence"):
+            placed[name] = t.new_zeros((size, *t.shape[1:]))
+            placed[name][example[some]] = t[some]
+    return placed

@@ -13,10 +13,10 @@ from fedgauge.client.files import writing
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.formatting import many, number, percent
 from fedgauge.server.views.gallery import Gallery, Page, sample_of
+from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.tables import in_json
