@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import per_example
@@ -114,12 +115,13 @@ class Knowledge:
         shape: (C, H, W) of an image, (L,) of a sentence, (D,) of a row.
         classes, batch_size: as agreed in the federation.
         mean, std: the per-channel normalisation in front of the model; empty for examples that are not images.
-        labels: (K, B) int64 if the attacker is given them; None: it restores them.
+        labels: (K, B, ...) if the attacker is given them; None: it restores them.
         auxiliary: public examples of the same distribution, or None.
         loss: what the clients minimise: a mean over the batch.
         text: of sentences; None for other examples.
         columns: of a table's rows; None for other examples.
         plain: differentiate by plain autograd and in loops, for a model that torch.func or vmap refuses.
+        label_kind: one class, findings, numbers or none.
     """
 
     model: nn.Module
@@ -135,6 +137,7 @@ class Knowledge:
     text: Sentences | None = None
     columns: Columns | None = None
     plain: bool = False
+    label_kind: LabelKind = field(default_factory=LabelKind)
 
     @cached_property
     def forward(self) -> UpdateFn:
@@ -282,7 +285,7 @@ class Reconstruction:
 
     Args:
         x: (B, C, H, W) in [0, 1], token ids (B, L) int64, padded like the data, or rows (B, D); None: nothing to grade.
-        y: (B,) int64 labels as restored, given or optimised; None: the attack claims none.
+        y: (B, ...) labels as restored, given or optimised; None: the attack claims none.
         objective: of the attack itself, at the end; it chooses among restarts.
         iterations, seconds: spent; the seconds of a wave are shared equally among its observations.
         status: converged (ran its schedule to the end), out_of_budget (time ended it), diverged, not_applicable.
@@ -383,11 +386,7 @@ class Attack(ABC):
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
-        """One reconstruction for each observation of the wave, and the new state of its client, in order.
-
-        Args:
-            memories: each client's state after the attack on its last observation; read only.
-        """
+        """`reconstruct`, and each client's new state; see StatefulAttack."""
         return self.reconstruct(wave, known, budget, streams), list(memories)
 
     def variants(self, known: Knowledge) -> Mapping[str, "Attack"]:
@@ -402,10 +401,20 @@ class Attack(ABC):
 class StatefulAttack(Attack):
     """An attack with memory: earlier updates of a client change how it attacks the next one.
 
-    It defines `advance`, and attacks a client's observations in the order of their rounds, each client for itself.
+    It attacks a client's observations in the order of their rounds, each client for itself.
     """
 
     is_stateful: ClassVar[bool] = True
+
+    @abstractmethod
+    def advance(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+    ) -> tuple[list[Reconstruction], list[ClientState]]:
+        """One reconstruction for each observation of the wave, and the new state of its client, in order.
+
+        Args:
+            memories: each client's state after the attack on its last observation; read only.
+        """
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

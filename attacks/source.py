@@ -1,6 +1,6 @@
 """Sources of an audit's waves and truth: a federation in memory, or public examples in place of private ones.
 
-A third source, of a recorded run, is fedgauge.server.pool.tape_source.
+A third source, of a recorded run, is fedgauge.server.store.uploads.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -239,5 +239,11 @@ def _named(link: Transform, place: int) -> str:
 
 
 def chain(*links: Transform) -> Chain:
-    """Compose transforms: `chain(clip(1.0), local_sgd(0.1))(gradient(model))` is a whole client."""
+    """Compose transforms: `chain(clip(1.0), local_sgd(0.1))(gradient(model))` is a whole client.
+
+    Example:
+        >>> from fedgauge.defenses.clip import clip
+        >>> chain(clip(1.0), local_sgd(0.1)).private
+        False
+    """
     return Chain(links)

@@ -46,7 +46,12 @@ class Tolerance:
 
 
 def tolerance(group: int, threshold: int) -> Tolerance:
-    """Return the tolerance of n clients with threshold t."""
+    """Return the tolerance of n clients with threshold t.
+
+    Example:
+        >>> tolerance(group=10, threshold=7).curious
+        5
+    """
     return Tolerance(group, threshold, threshold - 2, min(2 * threshold - group - 1, threshold - 2), group - threshold)
 
 
@@ -60,6 +65,9 @@ def check_threshold(group: int, least: int, colluders: int | None = None) -> Non
 
     Args:
         colluders: default: those that are promised.
+
+    Raises:
+        ValueError: a number is out of its range, or the threshold resists too few colluders.
     """
     if group < 2:
         raise ValueError(f"group must be at least 2, got {group}")

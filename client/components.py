@@ -175,7 +175,11 @@ def build(
 
 
 def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
-    """Call with checked arguments; errors name the table, and the line if it is in a user's code."""
+    """Call with checked arguments; errors name the table, and the line if it is in a user's code.
+
+    Raises:
+        SpecError: the component refuses its arguments, or a user's component fails.
+    """
     try:
         return target(**arguments)
     except Exception as error:
@@ -210,7 +214,11 @@ def own_line(error: BaseException) -> str:
 
 @contextmanager
 def users_errors() -> Iterator[None]:
-    """Turn an exception that a user's own code raises into a SpecError; fedgauge's own faults keep their traceback."""
+    """Turn an exception that a user's own code raises into a SpecError; fedgauge's own faults keep their traceback.
+
+    Raises:
+        SpecError: code of a user's package raised.
+    """
     try:
         yield
     except Exception as error:
@@ -220,7 +228,11 @@ def users_errors() -> Iterator[None]:
 
 
 def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]:
-    """Return the function or class that a table's `use` names."""
+    """Return the function or class that a table's `use` names.
+
+    Raises:
+        SpecError: no such component, not allowed here, or not of this kind.
+    """
     name = table.get("use")
     if not isinstance(name, str) or not name:
         raise SpecError(f'{where}: needs use = "name", got {name!r}; {_choices("", kind)}')
@@ -290,7 +302,11 @@ def check_arguments(
     offered: Mapping[str, Any] | None = None,
     beside: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Arguments checked against a callable's signature and type hints, and completed from what is offered."""
+    """Arguments checked against a callable's signature and type hints, and completed from what is offered.
+
+    Raises:
+        SpecError: an argument is unknown, missing or of another type.
+    """
     offered = offered or {}
     label = target.__name__
     parameters = {name: p for name, p in inspect.signature(target).parameters.items() if p.kind is not p.VAR_KEYWORD}

@@ -18,11 +18,16 @@ from fedgauge.client.components import ComponentKind, SpecError, build, call, ca
 from fedgauge.client.data.canary_examples import with_canary_examples
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
 from fedgauge.client.inspection.policy import InspectionPolicy
+from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.build import build_model
 from fedgauge.client.models.losses import (
+    FittedLoss,
     build_loss,
+    fitted_loss,
     is_cross_entropy,
     is_mean,
+    loss_of,
+    named_loss,
     per_example_accuracy,
     predicts_tokens,
     takes_probabilities,
@@ -56,6 +61,7 @@ from fedgauge.client.update import (
 
 DATASET = ComponentKind("a dataset", ("fedgauge.datasets",), Dataset, annotated=False)
 TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
+TRIED = 6  # public examples on which a loss is tried
 LOGITS = 2**24  # computed at once where a network is evaluated
 
 
@@ -98,14 +104,39 @@ class Federation:
             call(load_weights, {"model": model, "path": Path(weights)}, "[model]: weights")
         return model.train(mode == "train")
 
-    @cached_property
+    @property
     def loss(self) -> Loss:
-        """The clients' loss: the mean over a batch of a function of logits and labels."""
-        loss = build_loss(self.protocol.loss, "[loss]", self.shards.dataset.classes)
-        if predicts_tokens(loss) == self.shards.dataset.labelled:
-            other = "cross_entropy" if self.shards.dataset.labelled else "next_token"
-            raise SpecError(f'[loss]: {self.protocol.loss["use"]} does not fit [data]: set use = "{other}"')
-        return loss
+        """The clients' loss: the mean over a batch of a function of the network's outputs and labels."""
+        return self._loss_and_kind[0]
+
+    @property
+    def label_kind(self) -> LabelKind:
+        """The kind of the examples' labels: one class, findings, numbers or none."""
+        return self._loss_and_kind[1]
+
+    @cached_property
+    def _loss_and_kind(self) -> tuple[Loss, LabelKind]:
+        table, data, public = self.protocol.loss, self.shards.dataset, self.shards.auxiliary_batch()
+        loss = named_loss(table, "[loss]")
+        if predicts_tokens(loss) == data.labelled:
+            other = "cross_entropy" if data.labelled else "next_token"
+            raise SpecError(f'[loss]: {table["use"]} does not fit [data]: set use = "{other}"')
+        wrong: SpecError | None = None
+        if not data.y.is_floating_point() and not isinstance(loss, FittedLoss):
+            try:
+                return build_loss(table, "[loss]", data.classes), LabelKind(public.y)
+            except SpecError as error:
+                wrong = error
+        some = Batch(*(t[:TRIED] for t in public))
+        try:
+            x = data.normalise(some.x)
+            with torch.no_grad(), evaluated(self.model):
+                outputs = self.model(x)
+            return fitted_loss(loss, table, "[loss]", (outputs, some.y, x), public.y, data.classes)
+        except Exception as error:  # a user's network may raise anything; check_network names its faults
+            if wrong is None and not isinstance(error, SpecError):
+                raise SpecError(f"[model]: it fails on public examples: {type(error).__name__}: {error}") from error
+            raise wrong or error from error
 
     @cached_property
     def chain(self) -> Chain:
@@ -174,7 +205,9 @@ class Federation:
         """Refuse a link that makes probabilities of labels where the loss takes none."""
         examples = batch_of(self.shards.dataset.x, self.shards.dataset.y, torch.arange(2))
         batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, where)
-        if batch.y.is_floating_point() and not takes_probabilities(self.loss, self.shards.dataset.classes):
+        if batch.y.is_floating_point() and not takes_probabilities(
+            self.loss, self.shards.dataset.classes, self.label_kind
+        ):
             raise SpecError(
                 f"[loss]: {self.protocol.loss['use']} takes integer labels only, but {where} turns them into probabilities: "
                 "remove one of the two"
@@ -238,7 +271,7 @@ class Federation:
         others = [noise_free(link) for link in chain.links if link is not chain.local]
         norms = [m for m in self.model.modules() if isinstance(m, _BatchNorm) and m.training]
         one_step = chain.local.one_gradient and chain.local.batch_size in (None, self.shards.batch_size)
-        means = is_mean(self.loss, self.shards.dataset.classes)
+        means = is_mean(self.loss, self.shards.dataset.classes, self.label_kind)
         return one_step and means and not norms and all(map(is_identity, others))
 
     def client_update(
@@ -324,7 +357,9 @@ class Federation:
         return other
 
     def evaluate(self, params: Params, most: int | None = None, chunk: int = 500) -> tuple[float, float]:
-        """Accuracy (of the largest logit) and mean loss on the held-out test examples, with BatchNorm in eval mode.
+        """Accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
+
+        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; 0 without labels.
 
         Args:
             most: evaluate only so many test examples; default: all.
@@ -336,13 +371,14 @@ class Federation:
         with evaluated(self.model), torch.no_grad():
             for rows in every.split(chunk):
                 x, y = batch_of(dataset.x_test, dataset.y_test, rows)
-                logits = functional_call(self.model, params, (dataset.normalise(x),))
-                right += float(per_example_accuracy(logits, y).sum())
+                x = dataset.normalise(x)
+                logits = functional_call(self.model, params, (x,))
+                right += float(per_example_accuracy(logits, y, self.label_kind).sum())
                 if is_cross_entropy(self.loss):
                     loss += float(F.cross_entropy(logits, y, reduction="sum"))
                 else:  # this loss is a mean over each part
-                    loss += float(self.loss(logits, y)) * len(y)
-        return right / len(every), loss / len(every)
+                    loss += float(loss_of(self.loss, logits, y, x)) * len(y)
+        return max(right / len(every), 0.0), loss / len(every)
 
     def load_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Set the model's buffers to the server's values."""

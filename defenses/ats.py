@@ -63,6 +63,10 @@ class ats(BatchTransform):
             training.
         invert_through: number of a draw; the attacker's form applies its differentiable operations. An attacker who
             guessed the draw then reconstructs the original. The clients' form does not change.
+
+    Example:
+        >>> len(ats("7-4-15", shape=(3, 32, 32)).draws)
+        8
     """
 
     policy: str | Sequence[int]

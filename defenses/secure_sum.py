@@ -112,6 +112,10 @@ class PairwiseMasking(SecureSum):
             only one sum, of t clients or more, if at most 2t - n - 1 clients help it. Default: more than two thirds, which
             fewer than a third of the group cannot break. No threshold helps against a server that forges clients' keys.
         colluders: helpers of a malicious server that the threshold must resist; default: all below a third.
+
+    Example:
+        >>> PairwiseMasking(group=5, clip=0.1).tolerance.dropouts
+        1
     """
 
     group: int

@@ -193,7 +193,7 @@ def dense_input_layer(model: nn.Module, shape: Sequence[int], biased: bool = Tru
 
 def called(model: nn.Module, params: Params, x: Tensor) -> tuple[Any, list[LayerCall]]:
     """The output of a network for x, and its calls of fully connected layers and convolutions with these weights."""
-    with torch.enable_grad(), undisturbed(model, x.device), _Calls(params) as on:
+    with torch.enable_grad(), undisturbed(model, x.device), LayerCallRecorder(params) as on:
         return run(model, params, x), on.calls
 
 
@@ -241,11 +241,13 @@ def run(model: nn.Module, params: Params, x: Tensor) -> Any:
     return functional_call(model, {**params, **{k: b.clone() for k, b in model.named_buffers()}}, (x.clone(),))
 
 
-class _Calls(TorchFunctionMode):
+class LayerCallRecorder(TorchFunctionMode):
+    """Records the calls of fully connected layers and convolutions with these parameters."""
+
     def __init__(self, params: Params) -> None:
         super().__init__()
         self.calls: list[LayerCall] = []
-        self._names = {id(p): name for name, p in params.items()}
+        self.names = {id(p): name for name, p in params.items()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -255,10 +257,10 @@ class _Calls(TorchFunctionMode):
             return result
         given = dict(zip(_ARGUMENTS[func], args, strict=False)) | dict(kwargs or {})
         taken, weight, bias = (given.pop(name, None) for name in ("input", "weight", "bias"))
-        named = id(weight) in self._names and (bias is None or id(bias) in self._names)
+        named = id(weight) in self.names and (bias is None or id(bias) in self.names)
         if not named:
             return result
-        names = self._names[id(weight)], "" if bias is None else self._names[id(bias)]
+        names = self.names[id(weight)], "" if bias is None else self.names[id(bias)]
         self.calls.append(LayerCall(*names, taken.detach().clone(), not taken.requires_grad, result, given))
         return result.clone()  # what changes it in place leaves the kept one as it is
 

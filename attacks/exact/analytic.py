@@ -1,8 +1,7 @@
 """The analytic attack: reads the input of a fully connected network with biases off its gradient (Geiping et al., Prop. 3.1).
 
 For one example dL/dA_i = (dL/db_i) x: any row with a nonzero bias gradient gives the input. If the first layers lack a bias,
-the stack is inverted from its first biased layer downwards: the chain rule gives the error signal of the layer below, and
-that layer's weight gradient, of rank one, gives its input.
+the chain rule gives their error signals, from the first biased layer downwards.
 """
 
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ def _inverted(stack: "_Stack", alone: Wave, known: Knowledge) -> Reconstruction:
     for below, activation in zip(stack.layers[-2::-1], stack.activations[::-1], strict=True):
         signal = (alone.params[above.weight].double().T @ signal) * _slope(activation, value)
         value, above = _rank_one_input(gradient[below.weight], signal), below
-    if not bool(signal.abs().max() > 0):
+    if not bool(signal.any()):
         reason = "the first biased layer's gradient is zero"
         return Reconstruction(None, y, float("nan"), 1, 0.0, "not_applicable", reason)
     x = known.examples(stack.reads.example(value.view(1, *known.shape))).float()

@@ -34,12 +34,11 @@ class EachByItself(Attack):
         for k, read in enumerate(readers):
             started, alone = time.perf_counter(), wave.of([k])
             try:
-                if not all(bool(t.isfinite().all()) for t in alone.update.values()):
-                    raise ValueError("the update is not finite")
                 labels = None if known.labels is None else known.labels[k : k + 1]
-                result = read(alone, replace(known, labels=labels))
-                if result.x is not None and not bool(result.x.isfinite().all()):
-                    raise ValueError("what was read is not finite")
+                finite = all(bool(t.isfinite().all()) for t in alone.update.values())
+                result = read(alone, replace(known, labels=labels)) if finite else None
+                if result is None or (result.x is not None and not bool(result.x.isfinite().all())):
+                    raise ValueError("the update is zero or not finite")
             except ValueError as error:
                 (result,) = not_applicable(alone, str(error))
             results.append(replace(result, seconds=time.perf_counter() - started))

@@ -1,13 +1,8 @@
 """Vision transformers: the position embedding's gradient holds each patch's error signal, which separates the patches.
 
 An image's patches X (N, n) are embedded as X W^T + E, with learnt positions E (N, m). For one image, D = dL/dE (N, m) is also the
-gradient by each embedded patch, so
-
-    dL/dW = D^T X,
-
-which has one solution X where the rows of D are independent, N <= m. Lu et al. (APRIL, CVPR 2022) found that positions leak in this
-way, and solve the system of an attention without a norm before it; this one holds whatever comes behind the embedding. Where the
-rows are dependent (more patches than width) or noisy, X is the posterior mean under the auxiliary images' covariance.
+gradient by each embedded patch, so dL/dW = D^T X, which determines X if the rows of D are independent (after APRIL, Lu et al.,
+CVPR 2022). If they are dependent or noisy, X is the posterior mean under the auxiliary images' covariance.
 """
 
 from collections.abc import Sequence
@@ -67,21 +62,18 @@ class Patches:
         weights = {k: p.detach().to(x).requires_grad_() for k, p in params.items()}
         logits, calls = called(known.model, weights, known.normalise(x))
         stored = [call.output for call in calls if call.weight == reads.call.weight]
-        if len(stored) != 1:
-            raise ValueError(f"the layer {layer!r} is not called once for an image")
-        names = list(weights)
         with torch.enable_grad():
             inside, *by_weight = torch.autograd.grad(
                 known.loss(logits, torch.zeros(1, dtype=torch.int64)),
-                [stored[0], *(weights[name] for name in names)],
-                allow_unused=True,
+                [stored[0], *weights.values()],
+                materialize_grads=True,
             )
         _, width, high, wide = stored[0].shape
-        if inside is None or not bool(inside.any()):
-            raise ValueError(f"no gradient reaches the patches behind {layer!r} at these weights: they reveal no image")
+        if len(stored) != 1 or not bool(inside.any()):
+            raise ValueError(f"no gradient of one call of {layer!r} at these weights: they reveal no image")
         signal = inside[0].flatten(1).T
-        for name, gradient in zip(names, by_weight, strict=True):
-            if gradient is None or gradient.ndim < 2 or gradient.shape[-1] != width:
+        for name, gradient in zip(weights, by_weight, strict=True):
+            if gradient.ndim < 2 or gradient.shape[-1] != width:
                 continue
             rows = gradient.reshape(-1, width)
             for first in {len(rows) - len(signal), 0}:  # class tokens stand before the patches or behind them
@@ -128,17 +120,15 @@ def embeds_patches(model: nn.Module, shape: Sequence[int]) -> bool:
 def _patches_read(model: nn.Module, shape: Sequence[int]) -> InputLayer:
     """The convolution that cuts the example into patches side by side."""
     layers = [layer for layer in input_layers(model, shape) if not layer.dense]
-    if not layers:
-        raise ValueError("no convolution reads the example itself: the attack reads one that embeds patches")
-    weights = dict(model.named_parameters())
     for layer in layers:
-        size, given = tuple(weights[layer.call.weight].shape[2:]), layer.call.settings
+        size, given = tuple(model.get_parameter(layer.call.weight).shape[2:]), layer.call.settings
         stride, padding, dilation = (
             _pair(given.get(k, d)) for k, d in (("stride", 1), ("padding", 0), ("dilation", 1))
         )
         if size == stride and dilation == (1, 1) and padding in ((0, 0), "valid") and given.get("groups", 1) == 1:
             return layer
-    raise ValueError(f"layer {layers[0].name!r} overlaps its windows: the attack reads patches side by side")
+    why = f"layer {layers[0].name!r} overlaps its windows" if layers else "no convolution reads the example itself"
+    raise ValueError(f"{why}: the attack reads patches side by side")
 
 
 def _pair(value: Any) -> Any:
@@ -185,8 +175,6 @@ def _read(patches: Patches, prior: _Prior, alone: Wave, known: Knowledge) -> Rec
     weight = -update[patches.reads.call.weight].double().flatten(1)  # (m, n)
     rows = -update[patches.positions].double().reshape(-1, len(weight))
     signal = rows[patches.first : patches.first + patches.count]  # D (N, m)
-    if not bool(signal.any()) or not bool(weight.any()):
-        raise ValueError("the gradient of the embeddings is zero: it reveals nothing of this image")
     left, values, right = torch.linalg.svd(signal.T @ prior.root, full_matrices=False)
     noise = _noise(known, prior)
     floor = float(values[0]) * ROUNDED
@@ -195,8 +183,8 @@ def _read(patches: Patches, prior: _Prior, alone: Wave, known: Knowledge) -> Rec
     x = prior.mean + prior.root @ (right.T @ (kept[:, None] * (left.T @ target)))
     error = float((weight - signal.T @ x).norm() / weight.norm())
     image = known.pixels(patches.reads.example(patches.joined(x[None], known.shape))).clamp(0, 1).float()
-    told = int((values > max(noise**0.5, floor)).sum())
-    notes = [f"{told} of {patches.count} directions of patches exceed the rest"] * (told < patches.count)
+    exceeding = int((values > max(noise**0.5, floor)).sum())
+    notes = [f"{exceeding} of {patches.count} directions of patches exceed the rest"] * (exceeding < patches.count)
     notes += [f"the gradients fit one image to {error:.0e}"] * (error > FIT)
     return Reconstruction(image, labels_of(alone, known), error, 1, 0.0, "converged", "; ".join(notes))
 

@@ -1,10 +1,8 @@
 """Reads one example off a chain of layers, from the last layer to the first (after R-GAP, Zhu and Blaschko, ICLR 2021).
 
-The last layer's gradient, of rank one, gives its input and the error signal of the logits. Each layer below follows by least
-squares in float64 from two sets of linear equations in its input: its weight gradient, sum_p D_p x_p^T over the error signals D
-and the patches x of its input, and its output, known from the layer behind by inverting the activation. The equations of the
-layer behind keep their weights, as a triangular factor, so each layer is solved by weighted least squares. No scale is needed:
-a clip multiplies the gradients and the error signals alike.
+The last layer's gradient has rank one, which gives its input and the error signal of the logits. The input of each layer below
+solves two sets of linear equations: its weight gradient, sum_p D_p x_p^T over error signals D and patches x, and its output,
+from inverting the activation. They are weighted by their precision. A clip scales gradients and error signals alike.
 """
 
 import math
@@ -17,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
 from fedgauge.attacks.engine.compatibility import doubled
-from fedgauge.attacks.engine.computation import run, undisturbed
+from fedgauge.attacks.engine.computation import LayerCall, LayerCallRecorder, run, undisturbed
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader, check_one_example, labels_of
 from fedgauge.attacks.problem import Problem, Unattackable
 from fedgauge.client.rng import generator
@@ -34,12 +31,10 @@ HALVINGS = 60
 ROUNDING = 1e-7  # of a gradient in float32, relative to its root mean square
 SPREAD = 1.0  # prior standard deviation of what a layer reads
 CERTAIN = 5.0  # standard deviations from an activation's flat part beyond which a value lies outside
-SINGULAR = 1e-12  # eigenvalues of a Gram matrix, relative to the largest, that count as zero
 EXACT = 1e-5  # relative error of the update, below which nothing is refined
 INEXACT = 1e-3  # relative error above which the example is not the one behind the update
 REFINED = 100  # steps of the refinement
 AT_ONCE = 256  # unit vectors whose patches are formed together
-ORDER = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +66,11 @@ class _Step:
         return delta.reshape(-1, delta.shape[-1]).T if self.settings is None else delta.flatten(2)[0]
 
 
-class _Recorder(TorchFunctionMode):
+class _Recorder(LayerCallRecorder):
     """Records each operation on what follows from the example."""
 
     def __init__(self, params: Params, x: Tensor) -> None:
-        super().__init__()
-        self.names = {id(p): k for k, p in params.items()}
+        super().__init__(params)
         self.last, self.derived = x, [x]
         self.steps: list[_Step] = []
 
@@ -86,7 +80,8 @@ class _Recorder(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         given = [t for t in leaves if any(t is other for other in self.derived)]
-        result = func(*args, **kwargs)
+        before = len(self.calls)
+        result = super().__torch_function__(func, types, args, kwargs)
         if not given or not isinstance(result, Tensor):
             return result
         weights = [self.names[id(t)] for t in leaves if id(t) in self.names]
@@ -96,12 +91,17 @@ class _Recorder(TorchFunctionMode):
         if result is given[0] and not func.__name__.endswith("_"):
             return result
         result = result.clone()  # an operation in place keeps its input
-        self.steps.append(self._step(func, args, kwargs, given[0], name))
+        step = _Step(name, "", self._replayed(func, args, kwargs, given[0]), tuple(given[0].shape[1:]))
+        for call in self.calls[before:]:
+            step = _layer(step, call, next(t for t in leaves if self.names.get(id(t)) == call.weight).shape[2:])
+        self.steps.append(step)
         self.derived.append(result)
         self.last = result
         return result
 
-    def _step(self, func: Any, args: Any, kwargs: Any, given: Tensor, name: str) -> _Step:
+    def _replayed(self, func: Any, args: Any, kwargs: Any, given: Tensor) -> Callable[[Params, Tensor], Tensor]:
+        """The same operation on other parameters and another input."""
+
         def apply(params: Params, x: Tensor) -> Tensor:
             def put(t: Any) -> Any:
                 if t is given:
@@ -113,18 +113,18 @@ class _Recorder(TorchFunctionMode):
             result: Tensor = func(*tree_map(put, args), **tree_map(put, kwargs))
             return result
 
-        step = _Step(name, "", apply, tuple(given.shape[1:]))
-        call = dict(zip(ORDER, args, strict=False)) | kwargs
-        if func not in (F.linear, F.conv2d) or id(call["weight"]) not in self.names:
-            return step
-        weight, bias = self.names[id(call["weight"])], self.names.get(id(call.get("bias")), "")
-        step = replace(step, kind="layer", weight=weight, bias=bias)
-        if func is F.linear:
-            return step
-        settings = {k: call.get(k, default) for k, default in (("dilation", 1), ("padding", 0), ("stride", 1))}
-        if call.get("groups", 1) != 1 or isinstance(settings["padding"], str):
-            _decline(name, "has groups, or a padding by name")
-        return replace(step, settings={"kernel_size": call["weight"].shape[2:], **settings})
+        return apply
+
+
+def _layer(step: _Step, call: LayerCall, kernel: Sequence[int]) -> _Step:
+    """The step as a layer's call; kernel: a convolution's, else empty."""
+    step = replace(step, kind="layer", weight=call.weight, bias=call.bias)
+    if not kernel:
+        return step
+    settings = {k: call.settings.get(k, default) for k, default in (("dilation", 1), ("padding", 0), ("stride", 1))}
+    if call.settings.get("groups", 1) != 1 or isinstance(settings["padding"], str):
+        _decline(step.name, "has groups, or a padding by name")
+    return replace(step, settings={"kernel_size": kernel, **settings})
 
 
 def _decline(layer: str, why: str) -> NoReturn:
@@ -272,11 +272,6 @@ class _Estimate(NamedTuple):
     factor: Tensor
     deviation: Tensor
 
-    @property
-    def open(self) -> float:
-        """The dimensions that the equations leave open."""
-        return float(self.deviation.square().sum()) / SPREAD**2
-
 
 def _solved(stage: _Stage, equations: Sequence[_Equations], mean: Tensor) -> _Estimate:
     """Weighted least squares with a prior of standard deviation SPREAD."""
@@ -317,9 +312,10 @@ def _logit_signals(step: _Step, gradient: Update, params: Params) -> tuple[Tenso
 
 def _read(stages: Sequence[_Stage], gradient: Update, params: Params, mean: Tensor) -> tuple[Tensor, float, list[str]]:
     """The network's input (1, ...), the noise's standard deviation, and each stage that its equations leave open."""
-    delta, noise = _logit_signals(stages[-1].steps[-1], gradient, params)
-    if not bool(delta.abs().max() > 0):
-        raise ValueError("the last layer's gradient is zero")
+    end = stages[-1].steps[-1]
+    if end.weight not in gradient or not bool(gradient[end.weight].any()):
+        raise ValueError("the last layer's gradient is zero, or not shared")
+    delta, noise = _logit_signals(end, gradient, params)
     known: _Estimate | None = None
     notes = []
     for stage in reversed(stages):
@@ -332,65 +328,18 @@ def _read(stages: Sequence[_Stage], gradient: Update, params: Params, mean: Tens
             equations.append(_Equations(rows @ out[1:].T, rows @ (before.flatten() - out[0])))
         *signals, delta = _signals_in(stage, params, delta)
         for step, values, signal in zip([s for s in stage.steps if s.weight], read, signals, strict=True):
-            own = gradient[step.weight]
+            if (own := gradient.get(step.weight)) is None:
+                continue
             sigma = math.hypot(noise, ROUNDING * float(own.square().mean().sqrt())) or 1.0
             made = _gradient_equations(step, values, signal, own)
             equations.append(_Equations(made.matrix / sigma, made.right / sigma))
         first = stage is stages[0]
         known = _solved(stage, equations, mean if first else torch.zeros(stage.steps[0].shape, dtype=torch.float64))
-        if known.open >= 0.5:
-            notes.append(f"layer {stage.name!r}: {known.open:,.0f} of {known.value.numel():,} dimensions stay open")
+        dimensions = float(known.deviation.square().sum()) / SPREAD**2
+        if dimensions >= 0.5:
+            notes.append(f"layer {stage.name!r}: {dimensions:,.0f} of {known.value.numel():,} dimensions stay open")
     assert known is not None
     return known.value, noise, notes
-
-
-# ------------------------------------------------------------------------------------------------------------------ rank
-
-
-class LayerRank(NamedTuple):
-    """The dimensions of a layer's input, and the number of them determined by its equations."""
-
-    layer: str
-    unknowns: int
-    rank: int
-
-
-def ranks(model: nn.Module, params: Params, shape: Sequence[int]) -> list[LayerRank]:
-    """The rank of each layer's equations on a made-up example, from the last layer to the first: no update is needed.
-
-    An update of one example is read exactly where the first layer's rank is full.
-
-    Raises:
-        Unattackable: the network is no chain that the attack reads.
-    """
-    stages = stages_of(model, shape)
-    rng = generator("rank")
-    own = {k: p.detach().double() for k, p in (*model.named_parameters(), *params.items())}
-    x = torch.randn(1, *shape, generator=rng, dtype=torch.float64)
-    given: list[Tensor] = []  # of each stage's activation
-    for step in (step for stage in stages for step in (*stage.steps, stage.activation) if step):
-        if step.kind == "activation":
-            given.append(x)
-        x = step.apply(own, x)
-    delta = torch.randn(x.shape, generator=rng, dtype=torch.float64)
-    found, rows = list[LayerRank](), torch.zeros(0, x.numel(), dtype=torch.float64)
-    for stage in reversed(stages):
-        if stage.activation is not None:
-            value = given.pop()
-            slope = vjp(partial(stage.activation.apply, own), value)[1](torch.ones_like(value))[0]
-            delta, rows = delta * slope, rows * (slope.flatten() > SINGULAR)
-        read, out = _affine(stage, own)
-        *signals, delta = _signals_in(stage, own, delta)
-        blocks = [rows @ out[1:].T]
-        for step, values, signal in zip([s for s in stage.steps if s.weight], read, signals, strict=True):
-            zeros = torch.zeros_like(own[step.weight])
-            blocks.append(_gradient_equations(step, values, signal, zeros).matrix)
-        stacked = torch.cat([block / block.norm().clamp(min=1e-300) for block in blocks])
-        values, vectors = torch.linalg.eigh(stacked.T @ stacked)
-        kept = values > SINGULAR * values[-1].clamp(min=1e-300)
-        rows = vectors[:, kept].T
-        found.append(LayerRank(stage.name, len(values), int(kept.sum())))
-    return found
 
 
 # -------------------------------------------------------------------------------------------------------------- the attack
@@ -410,8 +359,6 @@ class recursive(ClosedForm):
 
 def _inverted(stages: Sequence[_Stage], alone: Wave, known: Knowledge) -> Reconstruction:
     gradient = {k: -t.double() / known.scale for k, t in alone.alone(0).items()}
-    if missing := [s.weight for stage in stages for s in stage.steps if s.weight and s.weight not in gradient]:
-        raise ValueError(f"the update has no gradient of {missing[0]!r}")
     params = {k: p.detach().double() for k, p in known.model.named_parameters()}
     params |= {k: p.double() for k, p in alone.params.items()}
     y = labels_of(alone, known)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations, islice
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -58,16 +58,12 @@ class _Mixture:
 
     def check(self) -> None:
         """ValueError where it cannot be factored."""
-        if self.rank > self.size and self.noisy:
-            edge = self.noise * sum(math.sqrt(side) for side in self.weight.shape)  # of a matrix of noise alone
-            if not float(self._factors[1][self.size - 1]) > edge:
-                raise ValueError(
-                    f"noise of {self.noise:.0e} in the first layer's update hides directions of the {self.size} examples"
-                )
-        elif self.rank != self.size:
+        edge = self.noise * sum(math.sqrt(side) for side in self.weight.shape)  # of a matrix of noise alone
+        visible = self.rank >= self.size and self.noisy and float(self._factors[1][self.size - 1]) > edge
+        if self.rank != self.size and not visible:
             raise ValueError(
-                f"the first layer's gradient has rank {self.rank}, and expected was {self.size}, one for each example: "
-                "examples are linearly dependent, or a defense changed the update"
+                f"the first layer's gradient has rank {self.rank} for {self.size} examples: they are linearly dependent, "
+                f"or a defense changed the update (noise {self.noise:.0e})"
             )
 
     @cached_property
@@ -103,11 +99,6 @@ class _Mixture:
         """Return whether the singular values beyond B are rounding."""
         return self.rank == self.size
 
-    @property
-    def sparse(self) -> SparseMixture:
-        """L and its noise: L = G V / S, so the noise of a column is divided by its singular value."""
-        return SparseMixture(self.left, (0.0 if self.exact else self.noise) / self._factors[1][: self.size])
-
     def inputs(self, columns: Tensor) -> Tensor:
         """X (B, n), from columns of Q (B, B) of any length: the bias gradient is the sum of the error signals."""
         lengths = torch.linalg.solve(columns, self.left.T @ self.bias)
@@ -115,11 +106,7 @@ class _Mixture:
         return inputs
 
 
-class _UnmixingState(NamedTuple):
-    """Columns of Q (B, B) of any length, None if there are none yet; and the iterations spent so far."""
-
-    columns: Tensor | None
-    spent: int
+Guess = tuple[Tensor | None, int]  # columns of Q (B, B) of any length, None: none yet; and the iterations spent so far
 
 
 @dataclass(frozen=True)
@@ -132,7 +119,7 @@ class _Unmixing(EachByItself):
     @abstractmethod
     def guesses(
         self, mixture: _Mixture, shape: tuple[int, ...], budget: Budget, rng: Generator, clock: Deadline
-    ) -> Iterator[_UnmixingState]:
+    ) -> Iterator[Guess]:
         """Guesses of Q, until the budget is spent; examples have this shape."""
 
     def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
@@ -209,7 +196,7 @@ class spear(_Unmixing):
 
     def guesses(
         self, mixture: _Mixture, shape: tuple[int, ...], budget: Budget, rng: Generator, clock: Deadline
-    ) -> Iterator[_UnmixingState]:
+    ) -> Iterator[Guess]:
         rows = mixture.left[mixture.left.norm(dim=1) > SILENT * mixture.left.norm(dim=1).max()]  # neurons that are on
         tries, most = 0, 1000 * budget.iterations
         found = rows.new_empty(mixture.size, 0)
@@ -218,8 +205,8 @@ class spear(_Unmixing):
             tries += fresh
             before, found = found, _distinct(rows, torch.cat([found, _directions(rows, fresh, rng)], 1))
             if not torch.equal(before, found):
-                yield from (_UnmixingState(basis, tries) for basis in _bases(found))
-        yield _UnmixingState(None, tries)
+                yield from ((basis, tries) for basis in _bases(found))
+        yield None, tries
 
 
 def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
@@ -284,12 +271,14 @@ class spear_plus_plus(_Unmixing):
 
     def guesses(
         self, mixture: _Mixture, shape: tuple[int, ...], budget: Budget, rng: Generator, clock: Deadline
-    ) -> Iterator[_UnmixingState]:
+    ) -> Iterator[Guess]:
         before = mixture.left.new_empty(0)
-        for spent, basis in enumerate(islice(mixture.sparse.bases(rng), budget.iterations), 1):
+        # L = G V / S, so the noise of a column is divided by its singular value
+        noise = (0.0 if mixture.exact else mixture.noise) / mixture._factors[1][: mixture.size]
+        for spent, basis in enumerate(islice(SparseMixture(mixture.left, noise).bases(rng), budget.iterations), 1):
             better = len(basis) == mixture.size and not torch.equal(basis, before)
             before = basis
-            yield _UnmixingState(basis.T if better else None, spent)
+            yield basis.T if better else None, spent
             if clock.over():
                 return
 
@@ -315,7 +304,7 @@ class cocktail_party(_Unmixing):
 
     def guesses(
         self, mixture: _Mixture, shape: tuple[int, ...], budget: Budget, rng: Generator, clock: Deadline
-    ) -> Iterator[_UnmixingState]:
+    ) -> Iterator[Guess]:
         mixed = mixture.right - mixture.right.mean(1, keepdim=True)
         axes, values, _ = torch.linalg.svd(mixed, full_matrices=False)
         whiten = (axes / values).T * mixed.shape[1] ** 0.5  # pixels of variance 1, uncorrelated
@@ -337,7 +326,7 @@ class cocktail_party(_Unmixing):
                 if clock.over():
                     break
         if len(best):
-            yield _UnmixingState(torch.linalg.inv(F.normalize(best, dim=1) @ whiten), spent)
+            yield torch.linalg.inv(F.normalize(best, dim=1) @ whiten), spent
 
     def _loss(self, rows: Tensor, white: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Negentropy by log cosh (Hyvarinen and Oja, 2000), total variation, and a penalty on similar rows."""

@@ -140,7 +140,7 @@ class GeneratorSearch(Attack):
 
     @abstractmethod
     def _steps(self, generator: ImageGenerator, z: Tensor, iterations: int) -> Steps:
-        """Yield the variables, images and moved latents of each iteration, and move the variables by their gradients."""
+        """Yield the variables, images and moved latents of each iteration; then move the variables by their gradients."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,7 @@ class gi_gip(GeneratorSearch):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_above_zero(self, "weight_rate")
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share must be from 0 to 1, got {self.share}")
+        check_at_least(self, 0, "share")
         if self.generator is not None:
             check(self.generator)
 

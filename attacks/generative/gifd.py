@@ -1,7 +1,7 @@
 """A generative prior searched layer by layer (GIFD: Fang et al., ICCV 2023): latents first, then a generator's inner features.
 
-Features nearer to the image can make images that no latents can, even of a kind that the generator has not seen. An l1 ball around
-the previous layer's result limits each layer's search, so that its results stay images. The lowest objective wins.
+Inner features can represent images that no latents can. An l1 ball around the previous layer's result limits each layer's search.
+The lowest objective wins.
 """
 
 from dataclasses import dataclass

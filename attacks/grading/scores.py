@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -13,9 +13,9 @@ from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import (
     AUGMENTED,
     Metric,
-    label_accuracy,
 )
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, came_back, wrong_client
+from fedgauge.client.labels import LabelKind
 from fedgauge.client.update import Batch
 
 
@@ -27,11 +27,13 @@ class Grader:
         modality: decides how examples are paired and which metrics they get.
         gallery: public examples (N, ...), for identification.
         only: the names of the metrics; default: all that apply.
+        label_kind: decides how restored labels are scored.
     """
 
     modality: Modality
     gallery: Tensor
     only: Collection[str] | None = None
+    label_kind: LabelKind = field(default_factory=LabelKind)
 
     @cached_property
     def metrics(self) -> list[Metric]:
@@ -69,7 +71,8 @@ class Grader:
 
         rows = []
         if result.y is not None and truth.labelled:
-            rows.append(row(WHOLE_BATCH, "label_accuracy", label_accuracy(truth.y, result.y)))
+            scores = self.label_kind.scores(truth.y, result.y)
+            rows += [row(WHOLE_BATCH, name, value) for name, value in scores.items()]
         if result.x is None or not came_back(result.x):
             rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(truth.y))]
             return result, rows, torch.empty(0, dtype=torch.int64)
@@ -109,8 +112,7 @@ def ungraded_rows(
 
     objective = result.objective if math.isfinite(result.objective) else None
     rows = [row(client, attack, WHOLE_BATCH, OBJECTIVE, objective)]
+    graded = [(client, attack), *([] if other is None else [(other, wrong_client(attack))])]
     if not came_back(result.x):
-        rows += [row(client, attack, i, metric, None) for i in range(examples)]
-        if other is not None:
-            rows += [row(other, wrong_client(attack), i, metric, None) for i in range(examples)]
+        rows += [row(whose, name, i, metric, None) for whose, name in graded for i in range(examples)]
     return rows

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -147,10 +147,8 @@ class GeneratorTraining:
         return decoder.requires_grad_(False)
 
     def _networks(self, shape: Shape, name: str) -> tuple[Decoder, Encoder]:
-        def pair() -> nn.ModuleList:
-            return nn.ModuleList(kind(shape, self.latent, self.width) for kind in (Decoder, Encoder))
-
-        return cast(tuple[Decoder, Encoder], tuple(seeded(pair, "generator", name)))
+        size = (shape, self.latent, self.width)
+        return seeded(lambda: (Decoder(*size), Encoder(*size)), "generator", name)
 
     def _train(self, x: Tensor, name: str) -> dict[str, Tensor]:
         c, h, w = x.shape[1:]
@@ -253,9 +251,8 @@ def _latents(network: nn.Module, latent: int | None) -> tuple[int, ...]:
     """The shape of one image's latents, of the given size or else of the first size that the network takes."""
     layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.ConvTranspose2d | nn.Conv2d)]
     widths = [m.in_features if isinstance(m, nn.Linear) else m.in_channels for m in layers]
-    for numbers in [latent] if latent is not None else widths:
-        for shape in ((numbers,), (numbers, 1, 1)):
-            with suppress(Exception):  # a user's code may raise anything; trying it shows which latents it takes
-                network(torch.zeros(2, *shape))
-                return shape
+    for shape in [(n, *ones) for n in ([latent] if latent else widths) for ones in ((), (1, 1))]:
+        with suppress(Exception):  # a user's code may raise anything; trying it shows which latents it takes
+            network(torch.zeros(2, *shape))
+            return shape
     raise ValueError(f"{WHERE}: expected latents (N, n) or (N, n, 1, 1) of {latent or 'a layer size'}: set latent = n")

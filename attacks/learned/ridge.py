@@ -35,9 +35,6 @@ class RidgeInputs(NamedTuple):
     x: Tensor
     labels: Tensor
 
-    def centred(self, centre: Tensor) -> "RidgeInputs":
-        return RidgeInputs(self.x.double() - centre, self.labels)
-
 
 @dataclass(frozen=True, eq=False)
 class Ridge:
@@ -67,7 +64,7 @@ class Ridge:
 
     def products(self, new: RidgeInputs) -> Tensor:
         """phi of new rows, or its inner products with phi of the rows that the weights are over."""
-        centred = new.centred(self.centre)
+        centred = RidgeInputs(new.x.double() - self.centre, new.labels)
         if self.rows is None:
             return label_features(centred, self.bond, self.classes)
         return kernel(centred, self.rows, self.centre, self.bond)

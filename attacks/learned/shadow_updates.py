@@ -1,8 +1,8 @@
 """Shadow updates, the training data of learned attacks: auxiliary images and the updates that clients would send for them.
 
-A learned attack adapts to a defense since its training updates pass through that defense. Feature hashing adds up an update's
-entries in random buckets, so that an inverter has fewer inputs than the model has weights. Random signs (count-sketch: Charikar et
-al., 2002; Weinberger et al., 2009) preserve inner products on average; Learning To Invert (Wu et al., UAI 2023) uses none.
+They pass through the clients' defense, to which a learned attack therefore adapts. Feature hashing adds up an update's entries in
+random buckets. Random signs (count-sketch: Charikar et al., 2002; Weinberger et al., 2009) preserve inner products on average;
+Learning To Invert (Wu et al., UAI 2023) uses none.
 """
 
 from dataclasses import dataclass, replace
@@ -169,10 +169,8 @@ class ShadowTrainer:
 
     @cached_property
     def columns(self) -> int:
-        """Columns of a row; ValueError if there are more buckets than entries, or the training data do not fit into memory."""
+        """Columns of a row; ValueError if the training data do not fit into memory."""
         columns = self.view.buckets or self.entries
-        if self.view.buckets >= self.entries:
-            raise ValueError(f"buckets must be fewer than the {self.entries:,} entries of an update, got {columns:,}")
         rows = self.passes * (len(self.split[0]) // self.known.batch_size) * self.each
         available = free_bytes(self.device)
         if available is not None and 4 * rows * columns > SHARE * available:

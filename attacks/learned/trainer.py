@@ -15,7 +15,7 @@ from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer
 from fedgauge.client.rng import generator, seed_of
 
-Network = TypeVar("Network", bound=nn.Module)
+Network = TypeVar("Network")
 
 
 def perceptron(widths: Sequence[int], *end: nn.Module) -> nn.Sequential:

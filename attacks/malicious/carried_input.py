@@ -1,7 +1,6 @@
 """Networks that carry the input to the classifier, so that its weight gradient contains it (Geiping et al., 2020, appendix A).
 
-decoding.py reads it, for one example and for several. There are three ways to carry it: identity convolutions (weights only),
-and two architectures, the image next to the features and reversible blocks.
+Identity convolutions carry it by weights only; two architectures feed the image next to the features, or use reversible blocks.
 """
 
 import copy
@@ -209,12 +208,10 @@ class _Path:
         ]
         for conv, _ in stages:
             rows, columns, *kernel = known.model.get_parameter(conv.weight).shape
-            if conv.dense or kernel[0] % 2 == 0 or conv.output.shape[2:] != conv.input.shape[2:]:
-                raise ValueError(f"layer {conv.name!r} is no convolution that keeps the image's size")
-            if not conv.bias or min(rows, columns) < known.shape[0] or columns != conv.input.shape[1]:
-                raise ValueError(
-                    f"convolution {conv.name!r} needs a bias and at least {known.shape[0]} channels, ungrouped"
-                )
+            keeps = not conv.dense and kernel[0] % 2 and conv.output.shape[2:] == conv.input.shape[2:]
+            if not (keeps and conv.bias and min(rows, columns) >= known.shape[0] and columns == conv.input.shape[1]):
+                needs = f"keeps the image's size, with a bias and at least {known.shape[0]} channels, ungrouped"
+                raise ValueError(f"layer {conv.name!r} is no convolution that {needs}")
         return cls(layers[0], tuple(stages), known.shape)
 
     def image(self, inputs: Tensor, params: Params) -> Tensor:

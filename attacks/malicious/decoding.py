@@ -104,21 +104,21 @@ def _counts(shares: Tensor, known: Knowledge) -> Tensor:
     """The number of examples of each class (classes,), from its share of the batch."""
     counts = known.batch_size * shares
     k = counts.round().long()
-    if float((counts - k).abs().max()) > COUNTED or bool((k < 0).any()) or int(k.sum()) != known.batch_size:
-        raise ValueError("the classifier's bias gradient gives no whole numbers of examples: a defense has altered it")
-    if int((k > 0).sum()) == known.classes:
-        raise ValueError(f"all {known.classes} classes are in the batch: their mean inputs cannot be separated")
+    whole = float((counts - k).abs().max()) <= COUNTED and bool((k >= 0).all()) and int(k.sum()) == known.batch_size
+    if not whole or bool((k > 0).all()):
+        why = f"all {known.classes} classes are in the batch" if whole else "a defense altered the bias gradient"
+        raise ValueError(f"the classes' mean inputs cannot be separated: {why}")
     return k
 
 
 def check_readable(known: Knowledge, params: Params) -> None:
     """ValueError where the classifier's inputs cannot be read off its gradient."""
     layer = classifier(known.model, known.shape)
-    if f"{layer}.bias" not in params:
-        raise ValueError(f"the classifier {layer!r} has no bias: the scale of its inputs is unknown")
     check_one_gradient(known)
-    if known.batch_size > 1 and bool(params[f"{layer}.weight"].any()):
-        raise ValueError(f"a batch is separated by a classifier of zeros, and {layer!r} was not: set zero = true")
+    if f"{layer}.bias" not in params or (known.batch_size > 1 and bool(params[f"{layer}.weight"].any())):
+        raise ValueError(
+            f"the classifier {layer!r} needs a bias and, for a batch, a classifier of zeros: set zero = true"
+        )
 
 
 def on_grid(x: Tensor) -> Tensor:

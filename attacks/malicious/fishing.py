@@ -43,8 +43,8 @@ class class_fishing(ServerAttack):
         return self.target is None
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        row = _checked(self.target, known) if self.target is not None else self._next(known, seen)
-        weight = _classifier(sent, known)[row]
+        row = self._next(known, seen) if self.target is None else self.target
+        weight = _classifier(sent, known, row)[row]
         highest = float(_row_logits(sent, known, weight).max())
         return _one_row(sent, known, row, weight, -highest - CERTAIN)
 
@@ -70,8 +70,8 @@ class feature_fishing(ServerAttack):
     is_stateful = True
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        row = _checked(self.target, known)
-        weight = _classifier(sent, known)[row]
+        row = self.target
+        weight = _classifier(sent, known, row)[row]
         logits = _row_logits(sent, known, weight)
         low, high = (float(logits.mean() + side * 6 * logits.std()) for side in (-1, 1))
         if not high > low:  # as where no unit is active, to which one client's update can bring the weights
@@ -97,17 +97,11 @@ def count_isolated(params: Params, update: Update, known: Knowledge) -> float:
     return -float(gradient[_fished_class(params, known)]) * known.batch_size
 
 
-def _checked(target: int, known: Knowledge) -> int:
-    if not 0 <= target < known.classes:
-        raise ValueError(f"target must be a class from 0 to {known.classes - 1}, got {target}")
-    return target
-
-
-def _classifier(sent: Params, known: Knowledge) -> Tensor:
-    """The classifier's weight; ValueError where it has no bias."""
+def _classifier(sent: Params, known: Knowledge, target: int = 0) -> Tensor:
+    """The classifier's weight; ValueError if it has no bias or the target is no class."""
     name = classifier(known.model, known.shape)
-    if f"{name}.bias" not in sent:
-        raise ValueError(f"the classifier {name!r} has no bias, which the attack needs to separate one class")
+    if f"{name}.bias" not in sent or not 0 <= target < known.classes:
+        raise ValueError(f"target must be one of {known.classes} classes, and the classifier {name!r} needs a bias")
     return sent[f"{name}.weight"]
 
 

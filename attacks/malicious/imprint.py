@@ -6,7 +6,7 @@ their mean, so an image's error signal s(x) is the same in every row that it tur
     dL/dw_k - dL/dw_(k+1) = sum of s(x) x over t_k < q(x) <= t_(k+1),     the same of the biases: sum of s(x).
 
 Their ratio is the image where the bin holds only one. K rows make K bins because the lowest threshold is below every
-possible image and the last row is a bin of its own: each bin then holds 1/K of the images, and one of N images is alone in its
+possible image and the last row is a bin of its own: each bin then holds 1/K of the images, and one of N images has its own
 bin with probability (1 - 1/K)^(N-1).
 """
 
@@ -69,12 +69,12 @@ def imprint_block(model: nn.Module, shape: Shape, bins: int = 64) -> SortingBloc
 def sorting_block(known: Knowledge, bins: int | None = None, members: int = 0) -> tuple[str, SortingBlock]:
     """The block, after its prefix in parameter names; ValueError where the network lacks it, or one of such a size."""
     for name, block in known.model.named_modules():
-        if isinstance(block, SortingBlock) and bool(block.members) == bool(members):
-            rows = block.query.out_features
-            if bins is not None and (rows, block.members) != (bins, members):
-                raise ValueError(f"the block has {rows} bins for {block.members} members: give the attack the same")
+        if not isinstance(block, SortingBlock) or bool(block.members) != bool(members):
+            continue
+        if bins is None or (block.query.out_features, block.members) == (bins, members):
             return f"{name}." if name else "", block
-    raise ValueError(f"the model needs the architecture {'client_kernels' if members else 'imprint_block'}")
+    size = "" if bins is None else f" with {bins} bins" + (f" and {members} members" if members else "")
+    raise ValueError(f"the model needs the architecture {'client_kernels' if members else 'imprint_block'}{size}")
 
 
 # -------------------------------------------------------------------------------------------------------- server attack

@@ -1,9 +1,7 @@
 """Label flipping: swap rows of the classifier, so that a trained network errs and its small gradients grow.
 
-Appendix A of Inverting Gradients (Geiping et al., NeurIPS 2020): an image that the network classifies well has almost no
-gradient; a misclassified one has a large gradient. Any matching attack can invert it with the weights that were sent. For one
-example without noise nothing is gained, since a cosine or a ratio of gradients does not depend on their size; under noise the
-larger gradient survives.
+Appendix A of Inverting Gradients (Geiping et al., NeurIPS 2020): a misclassified image has a larger gradient, which survives more
+noise. Any matching attack can invert it with the weights that were sent.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,9 @@
 """LOKI (Zhao et al., IEEE S&P 2024): kernels of its own for each client keep the images of a secure sum apart.
 
-Convolutions precede the fully connected layer that sorts images (imprint.py), a set of kernels for each client of a sum. A
-client's own set passes the image on, all others are zero, so that its images reach columns of the layer's gradient that no other
-client writes to. All clients have the same layer, and a sum over them mixes only its biases: it leaks as many images of each as an
-update of one client does, however many clients it has.
-
-The paper scales what it reads, as the sum of biases hides a client's error signal. Here one kernel more in each set carries a
-constant; its columns are the client's own bias gradient, so images are exact.
+A set of kernels for each client precedes the fully connected layer that sorts images (imprint.py). A client's own set passes the
+image on and all others are zero, so its images reach columns of the layer's gradient to which no other client contributes. The
+sum mixes only biases. An additional kernel in each set therefore carries a constant: its columns are the client's own bias
+gradient, so images are exact, which the paper approximates by scaling.
 """
 
 from collections.abc import Sequence
@@ -54,8 +51,8 @@ class loki(ServerAttack):
     def __post_init__(self) -> None:
         check_at_least(self, 1, "members", "bins")
         check_above_zero(self, "strength")
-        if not 0 <= self.place < self.members:
-            raise ValueError(f"place must be in 0..{self.members - 1}, got {self.place}: raise members")
+        check_at_least(self, 0, "place")
+        check_at_least(self, self.place + 1, "members")
 
     @property
     def architecture(self) -> Table:

@@ -1,12 +1,11 @@
 """Scale-MIA (Shi et al., NDSS 2025): the network's own first fully connected layer sorts a batch into bins by its features.
 
 As in imprint.py all rows of that layer measure one linear query, here of the features h that the layers before it make, and the
-next layer reads the mean of the rows. Differences of neighbouring rows then give h of each image that is alone in its bin, in sums
-also of many clients' updates. No architecture changes.
+next layer reads the mean of the rows. Differences of neighbouring rows give h of each image with its own bin.
 
-The paper trains an autoencoder on public images: the encoder is sent, the decoder maps features back. Here both have a closed form:
-the layers before keep the principal components of what they read (optimised_features.py), and the decoder is the best linear
-estimate by public images, of the whole image or of each part of it from the features around that part.
+The paper trains an autoencoder on public images. Here both parts have a closed form: the layers before keep the principal
+components of their inputs (optimised_features.py), and the decoder is the best linear estimate from public images, of the whole
+image or of each part of it from the features around that part.
 """
 
 import math
@@ -47,12 +46,12 @@ class _Head(NamedTuple):
     """The fully connected layer that reads the features, and the next one; both by their names in the network.
 
     Args:
-        alone: the features are the image itself.
+        direct: the features are the image itself.
     """
 
     first: str
     second: str
-    alone: bool
+    direct: bool
 
     @classmethod
     def of(cls, known: Knowledge) -> "_Head":
@@ -81,7 +80,7 @@ class scale_mia(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         head = _Head.of(known)
-        made = dict(sent) if head.alone else principal_layers(head.first, sent, known)
+        made = dict(sent) if head.direct else principal_layers(head.first, sent, known)
         h = layer_input(known, made, head.first, public_images(known)).flatten(1).double()
         query = torch.randn(h.shape[1], generator=rng, dtype=torch.float64) / h.shape[1] ** 0.5
         values = h @ query
@@ -111,7 +110,7 @@ class read_latents(ClosedForm):
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         head = _Head.of(known)
-        if head.alone:
+        if head.direct:
             return partial(read_bins, head.first)
         return partial(_read, head.first, _Decoder.fitted(wave.params, known, head.first))
 

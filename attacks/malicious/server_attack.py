@@ -126,7 +126,7 @@ class OmittedParameters(UpdateTransform):
 def delegated(
     attack: Attack,
     wave: Wave,
-    alone: Knowledge,
+    isolated: Knowledge,
     known: Knowledge,
     budget: Budget,
     streams: Sequence[Stream],
@@ -135,11 +135,11 @@ def delegated(
     """Another attack's reconstruction of an isolated part of each observation, filled up to a batch.
 
     Args:
-        alone: the threat model of the isolated part; known: of the whole batch.
+        isolated: threat model of the isolated part; known: of the whole batch.
         notes: for each observation, the beginning of the reason.
     """
     filled = []
-    for result, note in zip(attack.reconstruct(wave, alone, budget, streams), notes, strict=True):
+    for result, note in zip(attack.reconstruct(wave, isolated, budget, streams), notes, strict=True):
         if result.x is not None:
             reason = "; ".join(filter(None, (note, result.reason)))
             result = replace(result, x=fill_with_mean(result.x, known.batch_size, known), y=None, reason=reason)

@@ -17,6 +17,7 @@ from fedgauge.attacks.engine.computation import dense_input_layer
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.decoding import LayerRows, decoded, input_to_pixels, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack
+from fedgauge.client.components import check_part
 from fedgauge.client.update import Params
 
 SCALES = torch.linspace(0.6, 1.0, 41)  # candidates for the scale of the positive half
@@ -38,15 +39,15 @@ class trap_weights(ServerAttack):
     """Sets rows with a negative half that outweighs the positive one, in pixels, independent of normalisation.
 
     Args:
-        scale: the positive entries' size over the negative ones', in (0, 1]; None: the one with which most public images are
-            alone in some row, in batches of the federation's size.
+        scale: the positive entries' size over the negative ones', in (0, 1]; None: the one with which most public images of a
+            batch have a row of their own.
     """
 
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not 0 < self.scale <= 1:
-            raise ValueError(f"scale must be in (0, 1], got {self.scale}")
+        if self.scale is not None:
+            check_part(self, "scale")
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         names = [f"{_layer(known)}.{part}" for part in ("weight", "bias")]
@@ -84,9 +85,8 @@ def activated_alone(on: Tensor) -> Tensor:
 class read_rows(ClosedForm):
     """Reads images that have their own row of the first fully connected layer, as trap weights make likely.
 
-    An image on the 8-bit grid is alone in its row. Agreement of several rows proves nothing: in an untrained network two images
-    of one label have nearly the same error signal everywhere, and all rows that hold both agree on their mean. Images on which
-    rows agree come after the proven ones.
+    An image on the 8-bit grid is the only one in its row. Agreement of several rows proves nothing: two images of one label can
+    have the same error signal in all rows. Images on which rows agree come after the proven ones.
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:

@@ -45,10 +45,8 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
     start: Literal["blend", "half", "mean", "noise"] = "blend"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, GradientMatching):
-            raise ValueError(f"{self.attack} cannot start from images: name a gradient-matching recipe such as idlg")
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
+        if not isinstance(self.inner, GradientMatching) or not 0 <= self.alpha <= 1:
+            raise ValueError("attack must be a gradient-matching recipe such as idlg, and alpha from 0 to 1")
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:

@@ -23,8 +23,9 @@ from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails
 from fedgauge.attacks.matching.search import AdamSearch, Search, SearchContext
 from fedgauge.attacks.problem import refuse
+from fedgauge.attacks.solved_labels import NotRestored
 from fedgauge.client.components import check_at_least
-from fedgauge.client.models.losses import takes_probabilities
+from fedgauge.client.models.losses import Expected, is_mean, takes_probabilities
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,15 @@ class GradientMatching(Attack):
         like = next(iter(wave.params.values()))
         y = None
         if known.labels is not None or self.objective.labels == "restored":
-            y = self._labels(wave, known, restarts, streams).to(like.device)
-        elif not takes_probabilities(known.loss, known.classes):
-            raise ValueError("the loss takes whole labels only, so they cannot be optimised with the images")
+            try:
+                y = self._labels(wave, known, restarts, streams).to(like.device)
+            except NotRestored:
+                y = None
+        if y is None and not takes_probabilities(known.loss, known.classes, known.label_kind):
+            if not is_mean(known.loss, known.classes, known.label_kind):
+                why = "the loss takes whole labels only and is no mean over the examples, so labels cannot be optimised"
+                raise ValueError(f"{why}: let it take floats as labels")
+            known = replace(known, loss=Expected(known.loss, reads_input=True))
         if self.search.double:
             known = doubled(known)
             params, update = ({k: t.double() for k, t in part.items()} for part in (wave.params, wave.update))
@@ -135,8 +142,13 @@ class GradientMatching(Attack):
         if size >= known.batch_size or (known.labels is not None and training.order_known):
             return y.repeat_interleave(restarts, 0)
         drawn = [stream("assignments", 0) for stream in streams]
-        orders = [labelling.assignments(y[k], size, restarts, rng, epochs) for k, rng in enumerate(drawn)]
-        return torch.cat([order[torch.arange(restarts) % len(order)] for order in orders])
+        values, which = zip(*(own.unique(dim=0, return_inverse=True) for own in y), strict=True)
+        orders = [
+            labelling.assignments(own, size, restarts, rng, epochs) for own, rng in zip(which, drawn, strict=True)
+        ]
+        return torch.cat(
+            [own[order[torch.arange(restarts) % len(order)]] for own, order in zip(values, orders, strict=True)]
+        )
 
     def _batch_limiter(self, problems: Problems, variables: Variables) -> BatchLimiter:
         """Limit the problems to the free memory, after the search's state of all of them."""

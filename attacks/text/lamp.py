@@ -138,10 +138,8 @@ class lamp(Attack):
         if source != AUXILIARY:
             return PretrainedPrior(source, model.tokenizer, device)
         if known.auxiliary is None:
-            raise ValueError(
-                "the language model is trained on auxiliary text, and there is none: set [data] auxiliary, name a public "
-                'model (lm = "gpt2", or lm_folder), or use none (lm_weight = 0)'
-            )
+            remedy = 'set [data] auxiliary, or lm = "gpt2", or lm_weight = 0'
+            raise ValueError(f"there is no auxiliary text on which to train the language model: {remedy}")
         training = LanguageModelTraining(steps=self.lm_steps)
         return TrainedPrior(known.auxiliary.x, model.pad, model.vocabulary, training, device)
 

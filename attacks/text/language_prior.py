@@ -121,8 +121,6 @@ class TrainedPrior(LanguagePrior):
         device: torch.device = CPU,
     ) -> None:
         text = text.cpu()
-        if int((text[:, 1:] != pad).sum()) == 0:
-            raise ValueError("the auxiliary text has no sentence of two words to train a language model on")
         counts = torch.bincount(text[text != pad].flatten(), minlength=vocabulary)
         known = (counts >= LEAST).nonzero().flatten()
         self._place = torch.zeros(vocabulary, dtype=torch.int64)  # 0: any other word

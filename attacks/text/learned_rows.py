@@ -1,10 +1,8 @@
 """Learned rows: a network reads each word's own rows of the embedding and head gradients and predicts the word's positions.
 
-Learning To Invert hashes an update as if its entries were all alike. Those of a language model are not: row v of the word
-embeddings' gradient is the sum of the error signals at the positions of word v, and row v of the head's is the sum of the features
-where it is the next word; both differ from position to position. One small network reads the rows of any word, so it learns
-from every word of every auxiliary sentence. Like Learning To Invert, it trains behind the clients' own chain and so adapts to
-any defense.
+Row v of the word embeddings' gradient sums the error signals at the positions of word v, and row v of the head's sums the
+features where it is the next word. One small network reads the rows of any word. It is trained on simulated updates behind
+the clients' own chain and so adapts to any defense.
 """
 
 import time

@@ -44,7 +44,7 @@ class learning_to_invert_text(Attack):
         buckets, signed: of feature hashing; 0 buckets: no hashing. The paper's sums have no signs.
         passes: how often each auxiliary sentence is grouped with new others, for batches of several.
         pseudo: number of additional made-up sentences; their words are drawn at the auxiliary text's frequencies.
-        alone: train only on made-up sentences, as the paper's attacker does who knows word frequencies but no text.
+        alone: train on no other sentences, like the paper's attacker, who knows word frequencies but no text.
     """
 
     hidden: int = 1000
@@ -64,7 +64,7 @@ class learning_to_invert_text(Attack):
         check_at_least(self, 0, "buckets", "pseudo")
         check_above_zero(self, "rate")
         if self.alone and not self.pseudo:
-            raise ValueError("alone = true trains on made-up sentences, and pseudo = 0 makes none: set pseudo above 0")
+            raise ValueError("the setting alone needs made-up sentences: set pseudo above 0")
 
     trains_first = True
 
@@ -121,8 +121,6 @@ def pseudo_sentences(text: Batch, count: int, classes: int, model: LanguageModel
     x = text.x[torch.randint(len(text.x), (count,), generator=rng)]
     special = torch.tensor(sorted(model.special))
     said = text.x[~torch.isin(text.x, special)]
-    if not len(said):
-        raise ValueError("the auxiliary text has no words")
     drawn = said[torch.randint(len(said), x.shape, generator=rng)]
     x = torch.where(torch.isin(x, special), x, drawn)
     if text.y.dim() > 1:
@@ -167,12 +165,9 @@ class SentenceNetwork(nn.Module):
 def matched_nll(logits: Tensor, truth: Tensor) -> Tensor:
     """Mean -log p of the words of sentences (n, B, L) under logits (n, B, L, words), by each row's best pairing."""
     if truth.shape[1] > 1:
-        with torch.no_grad():
-            log = logits.log_softmax(-1)
-            costs = [
-                -log.gather(3, own[:, None, :, None].expand(*log.shape[:3], 1)).sum((2, 3)) for own in truth.unbind(1)
-            ]
-            order = hungarian(torch.stack(costs, 1))
+        log = logits.detach().log_softmax(-1)
+        costs = [-log.gather(3, own[:, None, :, None].expand(*log.shape[:3], 1)).sum((2, 3)) for own in truth.unbind(1)]
+        order = hungarian(torch.stack(costs, 1))
         logits = logits.gather(1, order[:, :, None, None].expand_as(logits))
     return F.cross_entropy(logits.flatten(0, 2), truth.flatten())
 

@@ -137,16 +137,14 @@ def _vocabulary(model: LanguageModel) -> Tensor:
 
 def _known_tokens(wave: Wave, known: Knowledge, words: Tensor) -> Tensor:
     """Return the words with an embedding gradient (K, W) in each update; Unreadable where that reveals nothing."""
-    model = language_model(known)
-    if model.parts.word not in wave.update or model.parts.tied:
-        raise Unreadable(
-            "known_tokens needs the gradient of word embeddings, not tied to a head: set known_tokens = false"
-        )
-    used = (wave.update[model.parts.word] != 0).any(2).cpu()
-    most, least = known.batch_size * known.shape[0], int(used[:, words].sum(1).min())
-    if int(used.sum(1).max()) > most or not least:
-        raise Unreadable("known_tokens: a defense hides which words occur; set known_tokens = false")
-    return used[:, words]
+    model, most = language_model(known), known.batch_size * known.shape[0]
+    if model.parts.word in wave.update and not model.parts.tied:
+        used = (wave.update[model.parts.word] != 0).any(2).cpu()
+        if int(used.sum(1).max()) <= most and bool(used[:, words].any(1).all()):
+            return used[:, words]
+    raise Unreadable(
+        "the gradient of word embeddings is not shared, or hides which words occur: set known_tokens = false"
+    )
 
 
 # ------------------------------------------------------------------------------------------ moves of words

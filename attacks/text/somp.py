@@ -1,12 +1,11 @@
 """SOMP: sentences by matching pursuit among those that attention heads' subspaces let pass (Li and Li, 2026).
 
-DAGER asks whether the span of a block's inputs contains a word's input, and where there are as many tokens as dimensions every word
-does. Here each attention head's gradient gives a subspace of its own, and how much the heads together see of an input still ranks
-words and sentences. A beam grows sentences word by word. The update is then a sparse sum of sentences' own updates: orthogonal
-matching pursuit chooses the sentence that correlates most with what remains, and fits all coefficients again.
+Each attention head's gradient gives a subspace, and the heads' agreement ranks words and sentences even with as many tokens as
+dimensions. A beam search extends sentences word by word. Orthogonal matching pursuit then chooses the sentence that correlates most
+with the rest of the update. A correlation is the slope of a sentence's loss along the residual, so few updates are computed.
 
-The steps follow the paper's abstract. The measure in which heads agree, how last words are found and the exchange of sentences are
-this package's. A correlation is the slope of a sentence's loss along the residual, so most sentences' updates are never computed.
+The steps follow the paper's abstract. The measure of agreement, the search for last words and the exchange of sentences are this
+package's.
 """
 
 import math
@@ -77,8 +76,10 @@ def misfit(vectors: Tensor, inverse: Tensor) -> Tensor:
 
 def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) -> Tensor:
     """The inverse (d, d) of the mean projection onto the subspaces of a block's inputs that its heads' gradients show."""
-    if layer.query.weight not in update:
-        raise Unreadable(f"the gradient of {layer.query.weight} is not shared unchanged: try dager")
+    if layer.query.weight not in update or not bool(update[layer.query.weight].any()):
+        raise Unreadable(
+            f"the gradient of {layer.query.weight} is zero or not shared, so it shows no subspace: try dager"
+        )
     maps = [m for m in (layer.query, layer.key, layer.value) if m.weight in update]
     parts = [m.of(update)[0].double() for m in maps]
     width = parts[0].shape[1]
@@ -87,8 +88,6 @@ def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) 
         values, basis = torch.linalg.svd(rows, full_matrices=False)[1:]
         basis = basis[values > ROUNDING * values[0]]
         total += basis.mT @ basis
-    if not float(total.trace()) > 0:
-        raise Unreadable("no head's gradient shows a subspace")
     inverse: Tensor = torch.linalg.inv(total * (width / total.trace()) + RIDGE * torch.eye(width).to(total))
     return inverse
 

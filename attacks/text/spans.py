@@ -1,11 +1,11 @@
 """Spans: the rows of a linear map's weight gradient span its inputs, so a vector outside the span was never an input.
 
-Where a layer's own weights are frozen, its gradients are those of LoRA's factors, and the rank limits what they span. A layer
-W + s B A with inputs x and output gradients d has gradients dB = s sum d (A x)^T and dA = s sum (B^T d) x^T.
-- dB spans the inputs as A shows them: it says which A x were there while there are fewer inputs than the rank.
-- dA is zero while B is. Afterwards each adapted layer gives `rank` combinations of the inputs. Where they are fewer than the
-  inputs they span a part of it, and words near that part complete it: subspace pursuit as in SA-MUSIC (Lee,
-  Bresler and Junge, 2012), with the vocabulary in all positions as the dictionary.
+LoRA's factors in a layer W + s B A with inputs x and output gradients d have gradients dB = s sum d (A x)^T and
+dA = s sum (B^T d) x^T.
+- dB spans the vectors A x, if there are fewer inputs than the rank.
+- dA is zero while B is. Afterwards each adapted layer gives `rank` combinations of the inputs. If there are more inputs,
+  words near the span of the combinations complete it: subspace pursuit as in SA-MUSIC (Lee, Bresler and Junge, 2012), with the
+  vocabulary in all positions as the dictionary.
 """
 
 import math
@@ -198,7 +198,7 @@ class PartialSpan:
         """An orthonormal basis (n, d) of a span that holds all inputs; None where no vectors (N, d) of a pool complete it.
 
         Vectors are chosen one after the other, the nearest to what is not explained yet, until half of the inputs beyond them
-        lie in the span. The first ones are inputs for certain; one that was chosen in error costs a dimension only.
+        are in the span. The first ones are certainly inputs; a wrong choice costs only one dimension.
         """
         basis, atoms = self.known.double() @ whitening, pool.double() @ whitening
         chosen = list(range(first))
@@ -215,9 +215,9 @@ class PartialSpan:
     def needed(self, vectors: Tensor) -> list[int] | None:
         """The fewest of vectors (N, d) that explain the combinations; None where all together do not.
 
-        A word in a position is nearly a combination of three others that share its word or its position, so many vectors lie near
-        the span. Of all explanations the sparse one is taken: least squares reweighted by the coefficients found before (M-FOCUSS;
-        Cotter et al., 2005), then those leave that nothing needs.
+        A word in a position is nearly a combination of three others that share its word or its position, so many vectors are near
+        the span. The sparse explanation is taken: least squares reweighted by the previous coefficients (M-FOCUSS; Cotter et al.,
+        2005), without the vectors that are unnecessary.
         """
         rows = self.rows.double()
         size = float(torch.linalg.matrix_norm(rows, 2))

@@ -1,9 +1,9 @@
 """TIGER: words descend on their inputs' distance to the subspaces of attention blocks' gradients (Kalikman et al., 2026).
 
-DAGER asks whether the span of a block's inputs contains a word, and noise turns every answer into no. Here the distance is
-an objective: mixtures of likely words descend together on the distance of their inputs in several blocks from the subspaces, and on
-how much of these they leave unexplained. Directions count as much as random matrix theory says that they survive the noise. The
-objective follows the paper's abstract; candidates, weights, the second term and the exchange of words are this package's.
+Under noise no span contains a word exactly, so the distance becomes an objective: mixtures of likely words minimise the distance of
+their inputs from the subspaces of several blocks, and the unexplained part of these. Random matrix theory weights the directions by
+their precision. The objective follows the paper's abstract; candidates, weights, the second term and the exchange of words are this
+package's.
 """
 
 import math
@@ -78,7 +78,7 @@ class tiger(SentenceReader):
                 spaces[layer.query.weight] = found
             elif not spaces:
                 raise Unreadable(
-                    "the gradient of attention block 1 is not shared unchanged, lost in noise, or spans nearly all dimensions"
+                    "the gradient of attention block 1 is not shared, lost in noise, or of nearly full rank"
                 )
         return spaces
 

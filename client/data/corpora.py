@@ -41,7 +41,7 @@ class Text(Dataset):
 
     @property
     def labels(self) -> Tensor:
-        return self.y if self.labelled else torch.zeros(len(self.y), dtype=torch.int64)
+        return super().labels if self.labelled else torch.zeros(len(self.y), dtype=torch.int64)
 
     def check(self) -> None:
         super().check()
@@ -109,6 +109,9 @@ def csv(
         test: the share of the sentences that no client trains on, above 0 and below 1.
         length, tokenizer, tokenizer_folder, vocabulary, task, longer: as for phrases. If several parties have their own
             tables, as deployed clients do, all of them need the same tokenizer: a name or a folder.
+
+    Raises:
+        ValueError: the file cannot be read, or holds a single class.
     """
     columns = [text] if task == "next_token" else [text, label]
     table = read_table(path, columns, needed=columns)
@@ -151,7 +154,11 @@ def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[
 
 
 def held_out(count: int, share: float, path: Path) -> Tensor:
-    """Choose the test part by position only, so that no example's content moves another. Never all or none."""
+    """Choose the test part by position only, so that no example's content moves another. Never all or none.
+
+    Raises:
+        ValueError: share is not between 0 and 1, or there are fewer than two examples.
+    """
     if not 0 < share < 1 or count < 2:
         raise ValueError(
             f"{path}: test must be above 0 and below 1, of two examples at least, got {share:g} of {count}"

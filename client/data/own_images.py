@@ -43,6 +43,9 @@ def image_folder(
         grey: whether pictures get one channel instead of three.
         mean, std: of each channel, in [0, 1] pixels; default: those of the training images.
         classes: the names of all sub-folders in order, if some may be missing or empty; default: those that are there.
+
+    Raises:
+        ValueError: a picture cannot be read, or a class has none.
     """
     folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")) if path.is_dir() else []
     # by name first: a picture of another class leaves the others in their places
@@ -72,6 +75,9 @@ def npz(
         layout: the position of the 1 or 3 channels; auto: read it from the shape.
         mean, std: as for image_folder.
         classes: their number; default: the largest label and 1.
+
+    Raises:
+        ValueError: the arrays are missing, or have another shape or dtype.
     """
     arrays = read_npz(path)
     if not {"x", "y"} <= arrays.keys() or ("x_test" in arrays) != ("y_test" in arrays):
@@ -101,6 +107,9 @@ def hugging_face(
         size: as for image_folder; None: all pictures have one size already.
         test, grey, mean, std: as for image_folder; the share test is used if there is no part called test.
         classes: the names of all classes in order; default: those that the dataset declares, or that occur.
+
+    Raises:
+        ValueError: the dataset cannot be read, or lacks a column.
     """
     import datasets
 

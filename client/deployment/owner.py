@@ -166,7 +166,11 @@ class OwnerConfig:
 
     @classmethod
     def load(cls, path: Path) -> "OwnerConfig":
-        """Read and check a file; SpecError names it, the table, the value and what is allowed."""
+        """Read and check a file; SpecError names it, the table, the value and what is allowed.
+
+        Raises:
+            SpecError: with the file's name, the table, the value and what is allowed.
+        """
         try:
             return cls.parse(read_file(path, toml_text.MOST).decode(), path)
         except (OSError, UnicodeDecodeError) as error:

@@ -39,6 +39,9 @@ def secure_sum(
         claims: a private folder in which the client notes the steps before it answers them; default: one for the node
             in XDG_STATE_HOME/fedgauge (~/.local/state/fedgauge), so that a machine's nodes do not share it. It keeps an empty
             file for each step, as no client can know that a server will not ask again.
+
+    Raises:
+        ValueError: inside the mod: the server asks for a single update, or for a step twice.
     """
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:

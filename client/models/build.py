@@ -28,6 +28,9 @@ def build_model(
     Args:
         offered: of the dataset.
         beside: other valid keys of the table, for messages.
+
+    Raises:
+        SpecError: the table fits no network, or the network does not fit the data.
     """
     own = {k: v for k, v in table.items() if k not in _CHANGES}
     with torch.random.fork_rng(devices=[]):

@@ -18,6 +18,9 @@ def torchvision(shape: Shape, classes: int, name: str, pretrained: Path | None =
 
     Args:
         pretrained: a safetensors file of its weights; a classifier for other classes stays as drawn from the seed.
+
+    Raises:
+        ValueError: no such network, or it does not take such images.
     """
     models = import_library("torchvision", "vision").models
     _check_name("torchvision", name, models.list_models(module=models))

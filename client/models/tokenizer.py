@@ -135,7 +135,11 @@ def model_place(source: str | Path) -> ModelPlace:
 
 @lru_cache(maxsize=4)
 def load_tokenizer(source: str | Path) -> Tokenizer:
-    """The tokenizer of a pre-trained model: minilm, a name on Hugging Face's hub, or a folder."""
+    """The tokenizer of a pre-trained model: minilm, a name on Hugging Face's hub, or a folder.
+
+    Raises:
+        ValueError: it cannot be loaded, or has no padding.
+    """
     place = model_place(source)
     try:
         found = place.load(import_library("transformers", "text").AutoTokenizer)

@@ -253,7 +253,12 @@ def _at_least_one(name: str, value: int) -> None:
 
 
 def last_linear(model: nn.Module) -> str:
-    """The name of the classifier: the last nn.Linear of the model; ValueError when there is none."""
+    """The name of the classifier: the last nn.Linear of the model; ValueError when there is none.
+
+    Example:
+        >>> last_linear(mlp((1, 28, 28), classes=10))
+        '3'
+    """
     names: list[str] = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not names:
         raise ValueError("the model has no fully connected layer, which label restoration reads")

@@ -111,7 +111,7 @@ class _Probe:
         yield Finding("leaks", words, change) if right else Finding("note", words)
 
     def _structure(self) -> Iterator[Finding]:
-        """Compare the numbers of unknowns and equations, and find layers whose gradients reveal inputs."""
+        """Compare the numbers of unknowns and equations, and find layers with revealing gradients."""
         unknowns = self.size * math.prod(self.fed.shards.dataset.shape)
         visible = sum(int(t.count_nonzero()) for t in self.wave.update.values()) // SIMULATED
         noun, count = self.auditor.modality.parts, "1 example" if self.size == 1 else f"{self.size} examples"

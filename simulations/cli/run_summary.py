@@ -21,17 +21,8 @@ from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.reports.terminal import rich_table
 
-SHOWN = (
-    "round",
-    "accuracy",
-    "attack",
-    "mean",
-    "worst",
-    "baseline",
-    "labels",
-    "lost",
-    "ungraded",
-)  # columns of the results
+# columns of the results
+SHOWN = ("round", "accuracy", "attack", "mean", "worst", "baseline", "labels", "lost", "ungraded")
 
 
 def print_summary(run: Run, log: Log) -> None:

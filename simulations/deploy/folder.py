@@ -144,10 +144,8 @@ class Deployment:
             here: attacks run on this machine, and not in the containers' Ray cluster.
 
         Raises:
-            SpecError: the run is complete, this cannot be a name, or a new one cannot be trained.
+            SpecError: the run is complete, or a new one cannot be trained.
         """
-        if not name or Path(name).name != name or name.startswith("."):
-            raise SpecError(f"{name!r} cannot be a run's name")
         folder = self.folder / "runs" / name
         if not folder.exists():
             scenario = self.scenario()
@@ -180,7 +178,7 @@ class Deployment:
 
 
 def _settings(folder: Path, clients: int) -> str:
-    """The settings of docker-compose.yml; containers of a machine's deployments are told apart by the folder's name."""
+    """The settings of docker-compose.yml; the folder's name is in the names of its containers."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.absolute().name.lower()).strip("-")
     project = "fedgauge" if name in ("", FIRST_RUN) else f"fedgauge-{name}"
     user, group = os.getuid() or CONTAINER_USER, os.getgid() or CONTAINER_USER

@@ -259,7 +259,7 @@ def test_memory_goes_to_disk_and_back_and_is_not_written_to(
 
 
 @with_memory
-def test_a_client_never_met_is_met_as_by_the_attack_alone(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
+def test_a_new_client_is_attacked_without_memory(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
     _, wave, known = seen
     attack = remembering(name)
     begun, _ = attack.advance(wave, known, Budget(4), streams(3), [attack.initial() for _ in wave.clients])
@@ -268,7 +268,7 @@ def test_a_client_never_met_is_met_as_by_the_attack_alone(name: str, seen: tuple
         assert torch.equal(a.x, b.x)
 
 
-def test_an_attack_is_handed_no_truth() -> None:
+def test_an_attack_gets_no_truth() -> None:
     fields = {f.name for kind in (Observation, Wave, Knowledge) for f in dataclasses.fields(kind)}
     assert fields == {
         *("round", "client", "clients", "params", "update", "buffers", "model", "chain", "shape", "classes"),

@@ -90,7 +90,7 @@ def test_baselines_are_always_there_once() -> None:
 @pytest.mark.parametrize(
     "table", [{"use": "random_image", "name": "luck"}, {"use": "random_image"}, {**IG, "name": "mean_image"}]
 )
-def test_no_baseline_is_judged_and_no_attack_passes_for_one(table: dict[str, Any]) -> None:
+def test_baselines_are_no_attacks_of_a_plan(table: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="#2: '.*_image' is a baseline"):
         plan(IG, table)
 
@@ -117,7 +117,7 @@ def test_two_attacks_of_one_name_are_refused() -> None:
     assert len(plan(IG, {**IG, "tv": 0.5, "name": "smoother"}).attacks) == 5
 
 
-def test_the_plan_says_when_and_whom() -> None:
+def test_the_plan_selects_rounds_and_clients() -> None:
     every = plan(IG, every=3)
     assert [r for r in range(1, 11) if every.attacks_round(r)] == [1, 4, 7, 10]
     chosen = plan(IG, rounds=[2, 5], clients=[3, 1])
@@ -152,7 +152,7 @@ def test_every_attack_can_be_planned_by_its_name_alone() -> None:
         built.build()
 
 
-def test_an_attack_with_memory_says_so() -> None:
+def test_stateful_attacks_are_marked() -> None:
     found = AttackPlan.from_tables(
         [IG, FB, {**FB, "attack": IDLG, "name": "b"}], {}, 10, 4, limits=[*ERROR_LIMITS, MEMBERSHIP_LIMIT]
     )

@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[type[Attack], nn.Module, Chain, str]] = {
     "noise": (spear, network(), chain(SGD, gaussian(0.01)), "rank 36"),
     "pruned": (spear, network(), chain(SGD, prune(0.3)), "rank"),
     "steps": (spear, network(), chain(local_sgd(0.1, steps=2)), "single gradient"),
-    "loud noise": (spear_plus_plus, network(), chain(SGD, gaussian(0.01)), "noise of 1e-02"),
+    "loud noise": (spear_plus_plus, network(), chain(SGD, gaussian(0.01)), "noise 1e-02"),
     "Adam": (spear_plus_plus, network(), chain(local_training(0.01, 3, optimizer="adam")), "Adam"),
 }
 

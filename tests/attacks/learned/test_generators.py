@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from fedgauge.attacks.learned.generators import (
     with_absolute_paths,
 )
 from fedgauge.attacks.matching.priors import generator_prior, total_variation
-from fedgauge.attacks.matching.recipes import bayes, dlg, inverting_gradients
+from fedgauge.attacks.matching.recipes import bayes, inverting_gradients
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError, allowing
@@ -266,23 +265,6 @@ def test_the_density_is_that_of_a_latent_and_of_noise_round_its_image(here: Path
     named = {"use": "generator_prior", "generator": said}
     assert bayes(tv=0.0, prior=named).objective.priors[1:] == (generator_prior(generator=said),)
     assert inverting_gradients(prior=named).objective.priors == (total_variation(0.01), generator_prior(generator=said))
-
-
-def test_packing_changes_nothing_where_latents_are_found_beside_images(here: Path) -> None:
-    prior = {"use": "generator_prior", "generator": table(here, "Flat"), "weight": 1e-4}
-    x, y, model = torch.rand(3, *SHAPE), torch.tensor([0, 1, 3]), mlp(SHAPE, 4, (8,))
-    wave, known, streams = seen(model, chain(local_sgd(1.0)), x, y)
-    for attack in (
-        inverting_gradients(prior=prior),
-        bayes(prior=prior),
-        dlg().with_objective(priors=bayes(tv=0.0, prior=prior).objective.priors),
-    ):
-        together = attack.reconstruct(wave, known, Budget(20), streams)
-        for k, found in enumerate(together):
-            mine = replace(known, labels=y[[k], None])
-            (alone,) = attack.reconstruct(wave.of([k]), mine, Budget(20), streams[k : k + 1])
-            assert (found.status, alone.status) == ("converged", "converged")
-            torch.testing.assert_close(found.x, alone.x, atol=1e-3, rtol=0)
 
 
 def test_where_the_prior_is_the_truth_it_wins_under_noise(here: Path) -> None:

@@ -1,6 +1,5 @@
 """Refinement: the linear answer moves to the likeliest image, behind any chain, and never to a worse one on held-out images."""
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -117,14 +116,3 @@ def test_packing_changes_no_refinement_and_the_clock_ends_it() -> None:
         torch.testing.assert_close(a.x, b.x, atol=1e-3, rtol=0)
     (late, *_) = attack.reconstruct(wave, known, Budget(20, seconds=1e-9), STREAMS)
     assert (late.status, late.iterations) == ("out_of_budget", 0)
-
-
-@pytest.mark.parametrize("value", [0.0, 1e-30, 3e38, float("nan"), float("inf")])
-def test_garbage_is_answered_with_a_status(value: float) -> None:
-    known, wave, _ = digits(CHAINS["bare"])
-    wave = replace(wave, update={k: torch.full_like(t, value) for k, t in wave.update.items()})
-    found = learning_to_invert(architecture="refined").reconstruct(wave, known, Budget(5), STREAMS)
-    for one in found:
-        assert one.status in ("converged", "diverged")
-        assert (one.x is None) == (one.status == "diverged")
-    assert (found[0].status == "converged") == math.isfinite(value), "the linear answer is clamped, however far it lies"

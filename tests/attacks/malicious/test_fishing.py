@@ -1,12 +1,11 @@
 """Fishing leaves one example of a batch its gradient, and the rest none: by a class, or by a threshold that is halved."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.base import Knowledge, Observation
 from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.malicious.fishing import class_fishing, count_isolated, feature_fishing, lone_example
 from fedgauge.attacks.malicious.server_attack import ServerAttack
@@ -112,20 +111,6 @@ def test_what_cannot_be_fished_is_refused() -> None:
     ):
         found = read(lone_example(), other, params, update)
         assert (found.status, found.x) == ("not_applicable", None) and name in found.reason
-
-
-def test_what_is_said_of_one_client_does_not_depend_on_who_else_is_in_the_wave() -> None:
-    threat, streams = known(), [partial(generator, "a"), partial(generator, "b")]
-    server_attack = class_fishing(target=2)
-    (caught,), (spared,) = (meet(server_attack, threat, examples([label] + [0] * (SIZE - 1)), 1) for label in (2, 0))
-    attack, budget = lone_example(), Budget(3)
-    (alone,) = attack.reconstruct(Wave.stack([spared]), threat, budget, streams[:1])
-    beside, other = attack.reconstruct(Wave.stack([spared, caught]), threat, budget, streams)
-    assert (beside.status, beside.reason) == (alone.status, alone.reason) == ("not_applicable", alone.reason)
-    assert other.x is not None and other.reason.startswith("1 of")
-    (by_itself,) = attack.reconstruct(Wave.stack([caught]), threat, budget, streams[1:])
-    assert by_itself.x is not None
-    torch.testing.assert_close(other.x, by_itself.x)
 
 
 def test_the_attack_that_inverts_it_is_named_by_a_table_of_a_scenario() -> None:

@@ -15,7 +15,7 @@ from fedgauge.attacks.malicious.optimised_features import layer_input, principal
 from fedgauge.attacks.malicious.scale_mia import read_latents, scale_mia
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.models.vision import convsmall, detached_params, lenet, mlp
+from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import GroupMean
@@ -106,17 +106,6 @@ def test_a_network_that_reads_the_image_itself_gives_it_verbatim() -> None:
     assert expected >= 3 and int(found.reason.split()[0]) == expected and found.x is not None
     for x in found.x[:expected]:
         assert bool((batch.x == x).flatten(1).all(1).any()), "what is proven is the image to the bit"
-
-
-def test_one_of_n_images_is_alone_in_its_bin_as_theory_has_it() -> None:
-    known, size, trials = knowledge(convsmall(SHAPE, CLASSES), 16, 1000), 16, 60
-    count = 0
-    for k in range(trials):
-        if k % 10 == 0:
-            params = crafted(known, k)
-        count += int(alone(bins_of(known, params, "linear1", pictures(size, k))).sum())
-    n, rate = size * trials, (1 - 1 / 100) ** (size - 1)
-    assert abs(count / n - rate) < 4 * (rate * (1 - rate) / n) ** 0.5
 
 
 def test_a_secure_sum_reads_as_one_batch_does() -> None:

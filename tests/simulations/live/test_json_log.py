@@ -84,22 +84,6 @@ def test_numbers_that_are_not_finite_are_null(ledger: Ledger, taped: Run, capsys
     assert (scores["wrong_client(matching)"]["best"], scores["wrong_client(matching)"]["exact"]) == (9.0, False)
 
 
-def test_an_event_is_told_once(ledger: Ledger, taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    run_progress = RunProgress(ledger, Scenario.from_tables(TABLES))
-    ledger.record_round(1, 0.5, 1.0, 1.0, 0.0)
-    ledger.set_meta(replay="ok", replay_detail="exact")
-    intake(ledger, 1, clients=2)
-    view = Events(run_progress, taped)
-    with view.shown():
-        for waves in (0, 1, 0, 5):
-            work(ledger, lambda: 20.0, waves=waves)
-            ledger.set_meta(state="whatever")
-            view._emit_changes(force=True)
-    kinds = [(e["event"], e.get("attack"), e.get("done")) for e in events_of(capsys.readouterr().out)]
-    assert len(kinds) == len(set(kinds))
-    assert [done for event, _, done in kinds if event == "progress"] == [0, 2, 6]
-
-
 def test_errors_are_events_as_well_as_words(taped: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(tmp_path), "--log", "json"]) == 2
     told = capsys.readouterr()
