@@ -47,7 +47,8 @@ def _forward(fed: Federation) -> Found:
     x = inputs(fed)
     logits = () if fed.label_kind.tried else (len(x), *data.y.shape[1:], data.classes)
     count = sum(p.numel() for p in params.values())
-    works = f"{type(model).__name__}, outputs for {data.classes} {'numbers' if data.y.is_floating_point() else 'classes'}, {count:,} parameters"
+    of = "numbers" if data.y.is_floating_point() else "classes"
+    works = f"{type(model).__name__}, outputs for {data.classes} {of}, {count:,} parameters"
     return parameter_problem(model, params) or forward_problem(model, params, x, logits) or works
 
 
