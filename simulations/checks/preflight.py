@@ -19,8 +19,9 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, noise_is_known
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.limit import area, detectability, power
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.attacks.modality.membership import MEMBER
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import PlannedAttack, modalities_of
 from fedgauge.attacks.source import PublicSource
 from fedgauge.client.chain import trained_on
@@ -165,7 +166,13 @@ class _Probe:
             restored = restore(self.wave, known)
         except ValueError as error:
             return Finding("note", f"labels cannot be restored: {error}")
-        right = [label_accuracy(b.y, y) for b, y in zip(self.batches, restored, strict=True)]
+        kind = self.fed.label_kind
+        each = [kind.scores(b.y, y) for b, y in zip(self.batches, restored, strict=True)]
+        right = [scores["label_accuracy"] for scores in each if "label_accuracy" in scores]
+        if not right:
+            means = "; ".join(f"{MEASURED[m].label}: {sum(s[m] for s in each) / len(each):.2g}" for m in each[0])
+            words = f"labels ({kind.noun}) are restored from the classifier's gradient: {means}"
+            return Finding("leaks", words) if means else None
         share, chance = sum(right) / len(right), 1 / self.fed.shards.dataset.classes
         where = f"read off the updates of {len(right)} simulated clients at the untrained weights"
         self.measured["label_accuracy"] = Measurement(share, where, estimated=True)
@@ -188,8 +195,10 @@ class _Probe:
     def _limit(self) -> Finding:
         """Compare the limit of one round with the PSNR of each class's mean auxiliary image."""
         some = Batch(*(t[:TESTED] for t in self.source.auxiliary))
-        floor = in_db(float((class_means(self.source.auxiliary, some.y) - some.x).square().mean()))
-        guessing = f"guessing the mean image of each class gets {decibel(floor)} dB"
+        classes = not some.y.is_floating_point()
+        guess = class_means(self.source.auxiliary, some.y) if classes else self.source.auxiliary.x.mean(0)
+        floor = in_db(float((guess - some.x).square().mean()))
+        guessing = f"guessing the mean image{' of each class' if classes else ''} gets {decibel(floor)} dB"
         if not noise_is_known(self.fed):
             words = f"no limit: the chain has no noise of a known density; {guessing}"
             return Finding("weak", words, "noise of a known density (gaussian, dp_sgd)")

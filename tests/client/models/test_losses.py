@@ -44,10 +44,11 @@ from fedgauge.client.models.losses import (
     takes_probabilities,
 )
 from fedgauge.client.models.vision import detached_params, lenet
+from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import GroupMean
-from fedgauge.client.update import Batch
+from fedgauge.client.update import Batch, relative_error
 from fedgauge.defenses.noise import gaussian
 
 SQUARED = {"use": "mean_squared_error"}
@@ -355,6 +356,27 @@ def test_next_token_is_what_hugging_face_calls_the_loss_of_one_sentence() -> Non
     logits, y = torch.randn(1, 6, 9, generator=rng), torch.tensor([[3, 1, 4, 1, -100, -100]])
     theirs = F.cross_entropy(logits[:, :-1].flatten(0, 1), y[:, 1:].flatten(), ignore_index=-100)
     torch.testing.assert_close(next_token()(logits, y), theirs)
+
+
+def test_a_step_of_the_trainer_of_transformers_is_replayed_by_the_mean_over_words() -> None:
+    """The Trainer's loss is a mean over all words of a batch, also over sentences of different lengths."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    loss = {"use": "next_token", "mean": "words"}
+    data = {"use": "phrases", "task": "next_token", "batch_size": 4, "auxiliary": 50}
+    tables = {"rounds": 1, "clients": 2, "data": data, "model": {"use": "tiny_gpt2"}, "loss": loss, "chain": [SGD]}
+    fed = Federation(Protocol.from_tables(tables))
+    batch, params = fed.shards.batch_at(0, 1), fed.initial()[0]
+    assert len(set((batch.y != -100).sum(1).tolist())) > 1 and not is_mean(fed.loss, 5)
+    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
+    logits = torch.func.functional_call(fed.model, leaves, (batch.x,))
+    value = ForCausalLMLoss(logits, batch.y, logits.shape[-1])
+    update = fed.own_update(params, {}, 0, 1)
+    trained = dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
+    theirs = {k: -SGD["rate"] * t for k, t in trained.items()}
+    assert relative_error(update, theirs) < 1e-5
+    other = Federation(Protocol.from_tables({**tables, "loss": {"use": "next_token"}}))
+    assert relative_error(other.own_update(params, {}, 0, 1), theirs) > 0.01
 
 
 def test_next_token_is_a_mean_takes_probabilities_and_ignores_padding() -> None:
