@@ -41,7 +41,8 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
         return known.labels
     kind = known.label_kind
     if isinstance(kind, NoLabel):
-        return kind.trial(len(wave) * known.batch_size, known.classes).unflatten(0, (len(wave), -1)).to(wave.device)
+        none = kind.trial(len(wave) * known.batch_size, known.classes).to(wave.device)
+        return none.view(len(wave), -1, *none.shape[1:])
     if not is_cross_entropy(known.loss):
         outputs = outputs_of(known, wave.params, _classifier(known))
         if not like_two_logits(known, outputs):

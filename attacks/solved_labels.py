@@ -5,6 +5,7 @@ z = W e + b. The label is the one whose derivative at z is g.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,10 +43,14 @@ def outputs_of(known: Knowledge, params: Params, layer: str) -> Outputs:
     if last.output.shape[:1] == result.shape[:1] and last.output.numel() == result.numel():
         for activation in ACTIVATIONS.values():
             if close(activation(last.output).view_as(result), result):
-                return lambda z, activation=activation: activation(z).view(len(z), *result.shape[1:])
+                return partial(_outputs, activation, result.shape[1:])
     raise NotRestored(
         f"the network's outputs are no plain function of its last fully connected layer, {layer!r}; {OPTIMISED}"
     )
+
+
+def _outputs(activation: Callable[[Tensor], Tensor], shape: torch.Size, z: Tensor) -> Tensor:
+    return activation(z).view(len(z), *shape)
 
 
 def derivative(known: Knowledge, outputs: Outputs, z: Tensor, y: Tensor) -> Tensor:

@@ -131,11 +131,12 @@ class Findings(Binary):
 
     def guess(self, count: int) -> Tensor | None:
         """Return the most frequent findings, as many as give the highest F1 on the public examples."""
-        if self.public is None:
+        if (public := self.public) is None:
             return None
-        shares = self.public.mean(0)
+        shares = public.mean(0)
         each = [(shares >= least).float() for least in shares.unique()]
-        return max(each, key=lambda y: _f1(self.public, y.expand_as(self.public))).expand(count, -1)
+        best: Tensor = max(each, key=lambda y: _f1(public, y.expand_as(public)))
+        return best.expand(count, -1)
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
         return {"label_f1": _f1(*_paired(truth, guess))}

@@ -87,8 +87,9 @@ class _Probe:
         first = "analytic" if self.size == 1 else "read_rows"
         yield from self._closed_form(first, "the first fully connected layer's gradient")
         yield from self._closed_form("patch_embedding", "the gradient of the patches' and positions' embeddings")
-        if self.fed.shards.dataset.labelled:  # otherwise the labels are the sentences
-            yield self._labels()
+        # without labels of their own, sentences' labels are the sentences
+        if self.fed.shards.dataset.labelled and (labels := self._labels()) is not None:
+            yield labels
         yield from self._chain()
         if self.auditor.modality.limits:
             yield self._limit()
@@ -158,7 +159,7 @@ class _Probe:
         each = zip(self.batches, draws, strict=True)
         return [trained_on(fed.chain, fed.gradient, self.params, batch, draw) or batch for batch, draw in each]
 
-    def _labels(self) -> Finding:
+    def _labels(self) -> Finding | None:
         from fedgauge.attacks.labels import restore
 
         known = self.auditor.knowledge(PlannedAttack("labels", {"use": "idlg"}))
