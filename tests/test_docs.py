@@ -46,7 +46,7 @@ def text_of(name: str) -> str:
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """What stands in fenced blocks of a language."""
+    """The fenced blocks of a language."""
     return [textwrap.dedent(body) for body in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
 
 
@@ -60,7 +60,7 @@ def cells_of(line: str) -> list[str]:
 
 
 def first_cells(page: str) -> set[str]:
-    """What stands in code marks in the first column of any table."""
+    """The code in the first column of any table."""
     cells = [cells_of(line)[0] for line in text_of(page).splitlines() if line.startswith("|")]
     return set(re.findall(r"`([^`]+)`", " ".join(cells)))
 
