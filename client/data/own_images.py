@@ -122,7 +122,9 @@ def hugging_face(
     if "train" not in used or any(
         not isinstance(p.features.get(image), datasets.Image) or label not in p.features for p in used.values()
     ):
-        raise ValueError(f"{path} needs a part train with columns {image!r} and {label!r}, and has {stored}")
+        raise ValueError(
+            f"{path} needs a part train with pictures in {image!r} and a column {label!r}, and has {stored}"
+        )
 
     def pictures(part: Any) -> Tensor:
         # decoded here: the library would download pictures that are given as addresses
