@@ -87,7 +87,7 @@ class PlannedAttack:
         """From an [[attack]] table; SpecError names what is wrong in it."""
         spent = {k: v for k, v in table.items() if k in _BUDGET}
         component = {k: v for k, v in table.items() if k not in _OWN}
-        attack = build(component, where, ATTACK, beside=_OWN)
+        attack = build(component, where, ATTACK, more_keys=_OWN)
         own = {k: v for k, v in table.items() if k in _OWN and k not in _BUDGET}
         arguments = check_arguments(cls, {**own, "name": attack_name(table), "table": component}, where)
         budget = call(Budget, check_arguments(Budget, spent, where), where)

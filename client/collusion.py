@@ -79,6 +79,5 @@ def check_threshold(group: int, least: int, colluders: int | None = None) -> Non
         raise ValueError(f"colluders must be in 0..{group - 2} (all but two of group = {group}), got {wanted}")
     if resisted < wanted:
         raise ValueError(
-            f"threshold = {least} of group = {group} resists {resisted} clients that help a server to falsify "
-            f"the list of dropouts, not {wanted}: set threshold = {(group + wanted) // 2 + 1}, or ask for colluders = {resisted}"
+            f"threshold = {least} resists {resisted} lying colluders, not {wanted}: set threshold = {(group + wanted) // 2 + 1}"
         )

@@ -76,7 +76,7 @@ class Federation:
         """The dataset, split among the clients; with canary examples, if the protocol has any."""
         table = self.protocol.data
         own = {"batch_size", "partition", "alpha", "shards_per_client", "auxiliary"}
-        dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET, beside=sorted(own))
+        dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET, more_keys=sorted(own))
         try:
             dataset.check()
         except Exception as error:  # fields of a user's making may be of any type
@@ -98,7 +98,7 @@ class Federation:
         mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
         weights = coerce(table.pop("weights", None), str | None, "[model]: weights")
         model = build_model(
-            table, "[model]", self.shards.dataset.offered, self.protocol.seed, beside=("mode", "weights")
+            table, "[model]", self.shards.dataset.offered, self.protocol.seed, more_keys=("mode", "weights")
         )
         if weights is not None:
             call(load_weights, {"model": model, "path": Path(weights)}, "[model]: weights")
@@ -155,12 +155,9 @@ class Federation:
             # examples at a link: those of a local step, behind local_sgd those of the round
             step = next((t.get("batch_size") for t in self.protocol.chain[i:] if t.get("use") in LOCAL_TRAININGS), None)
             offered["batch_size"] = min(step, whole) if isinstance(step, int) and step > 0 else whole
-            link = build(arguments, where, TRANSFORM, offered, beside=("each",))
+            link = build(arguments, where, TRANSFORM, offered, more_keys=("each",))
             if self.protocol.secure_sum and link.remembers:
-                raise SpecError(
-                    f"{where}: {table['use']} keeps a state, and the replay of a [secure_sum] cannot know every client's state: "
-                    "remove one of the two"
-                )
+                raise SpecError(f"{where}: {table['use']} keeps a state, which [secure_sum] cannot replay: remove one")
             links.append(per_example(link) if each else link)
         composed: Chain = Chain(tuple(links))
         call(composed.check, {}, "[[chain]]")
@@ -173,7 +170,7 @@ class Federation:
         steps = composed.links[: composed.links.index(local)]
         if whole % (local.batch_size or whole) and any(hasattr(link, "batch_size") for link in steps):
             raise SpecError(
-                f"[[chain]]: a link needs batches of one size: choose a batch_size that divides [data] batch_size {whole}"
+                f"[[chain]]: batch_size must divide [data] batch_size {whole}, as a link needs equal batches"
             )
         if local.remembers and any(composed.stays(name) for name, _ in self.model.named_parameters()):
             raise SpecError("[[chain]]: private_layers and scaffold cannot be combined: use local_sgd")
@@ -209,8 +206,7 @@ class Federation:
             self.loss, self.shards.dataset.classes, self.label_kind
         ):
             raise SpecError(
-                f"[loss]: {self.protocol.loss['use']} takes integer labels only, but {where} turns them into probabilities: "
-                "remove one of the two"
+                f"[loss]: {self.protocol.loss['use']} takes no probabilities as labels, which {where} makes"
             )
 
     @property

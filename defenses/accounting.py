@@ -94,9 +94,7 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
     """
     for name, layer in model.named_modules() if model is not None else ():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
-            raise NoGuarantee(
-                f"no epsilon: layer {name!r} (BatchNorm in train mode) mixes examples, and its statistics are sent without noise"
-            )
+            raise NoGuarantee(f"no epsilon: layer {name!r} (BatchNorm in train mode) sends statistics without noise")
     local, links = chain.local, list(_acting(chain))
     if not any(_width(link) > 0 for link, _ in links):
         raise NoGuarantee("the chain adds no noise that it declares, so it has no epsilon")
@@ -221,9 +219,7 @@ class Accountant:
         if fitted := federation.shards.dataset.fitted:
             raise NoGuarantee(f"no epsilon: {', '.join(fitted)} of [data] are computed from the examples; give them")
         if (guard := federation.inspection_policy).inspect != "off" and guard.examples is not False:
-            raise NoGuarantee(
-                "no epsilon: with examples = true in [guard] the examples decide whether a client answers"
-            )
+            raise NoGuarantee("no epsilon: with [guard] examples = true the examples decide whether a client answers")
         return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
     def spent(self, rounds: int, shard: int) -> PrivacySpent:

@@ -65,10 +65,7 @@ class mixup(BatchTransform):
 
 def _check(examples: int) -> None:
     if examples < 2:
-        raise ValueError(
-            "mixup blends examples of one batch, and this batch has 1: raise batch_size (that of the local steps if mixup "
-            "comes before local_sgd)"
-        )
+        raise ValueError("mixup needs at least two examples in a batch: raise batch_size")
 
 
 def _blend(t: Tensor, other: Tensor, weight: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.vision import require_positive
 from fedgauge.client.training import StochasticLayer
 
 
@@ -29,8 +30,7 @@ def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str
     Raises:
         ValueError: a value is out of its range, or the model has no such layer.
     """
-    if latent < 1:
-        raise ValueError(f"latent must be at least 1, got {latent}")
+    require_positive("latent", latent)
     if not beta >= 0:
         raise ValueError(f"beta must not be negative, got {beta}")
     if isinstance(model, LanguageModel):

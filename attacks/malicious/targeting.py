@@ -52,7 +52,7 @@ class TargetedServerAttack:
         """From a [[server_attack]] table; SpecError says what is wrong with it."""
         own = tuple(f.name for f in fields(Targeting))
         component = {k: v for k, v in table.items() if k not in own}
-        build(component, where, SERVER_ATTACK, beside=own)
+        build(component, where, SERVER_ATTACK, more_keys=own)
         arguments = check_arguments(Targeting, {k: v for k, v in table.items() if k in own}, where)
         targeting: Targeting = call(Targeting, arguments, where)
         for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1), ("all_but", 0, clients - 1)):

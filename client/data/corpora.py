@@ -160,9 +160,7 @@ def held_out(count: int, share: float, path: Path) -> Tensor:
         ValueError: share is not between 0 and 1, or there are fewer than two examples.
     """
     if not 0 < share < 1 or count < 2:
-        raise ValueError(
-            f"{path}: test must be above 0 and below 1, of two examples at least, got {share:g} of {count}"
-        )
+        raise ValueError(f"{path}: test must be between 0 and 1, of at least two examples, got {share:g} of {count}")
     order = torch.randperm(count, generator=generator("test part", count))
     chosen = torch.zeros(count, dtype=torch.bool)
     chosen[order[: min(max(1, round(share * count)), count - 1)]] = True
@@ -313,9 +311,7 @@ def _local_or_hub(
 
         stored = datasets.load_dataset(path, subset)
     except Exception as error:  # the hub's client raises its own, requests', and OSError
-        raise FileNotFoundError(
-            f"{name} is not in FEDGAUGE_DATA and cannot be downloaded ({error}); phrases needs no network"
-        ) from error
+        raise FileNotFoundError(f"{name} is not in FEDGAUGE_DATA and cannot be downloaded: {error}") from error
     return Corpus(*([(row[column], int(row.get("label", 0))) for row in stored[part]] for part in parts))
 
 
@@ -323,9 +319,7 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(
-            f"{path} is not text in UTF-8 that can be read: {error}; put the published file there"
-        ) from error
+        raise ValueError(f"{path} cannot be read as text in UTF-8: {error}") from error
 
 
 def _table(path: Path, names: Sequence[str]) -> list[Row]:

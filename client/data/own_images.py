@@ -122,9 +122,7 @@ def hugging_face(
     if "train" not in used or any(
         not isinstance(p.features.get(image), datasets.Image) or label not in p.features for p in used.values()
     ):
-        raise ValueError(
-            f"{path} needs a part train with a column {image!r} of pictures and a column {label!r}, and has {stored}"
-        )
+        raise ValueError(f"{path} needs a part train with columns {image!r} and {label!r}, and has {stored}")
 
     def pictures(part: Any) -> Tensor:
         # decoded here: the library would download pictures that are given as addresses
@@ -180,19 +178,13 @@ def _stacked(pictures: Sequence[Tensor], path: Path) -> Tensor:
 def _images(array: np.ndarray, where: str, layout: Layout) -> Tensor:
     """(N, C, H, W) uint8."""
     if array.dtype != np.uint8:
-        raise ValueError(
-            f"{where} has dtype {array.dtype}, expected uint8 from 0 to 255 (of floats in [0, 1]: "
-            "(255 * x).round().astype('uint8'))"
-        )
+        raise ValueError(f"{where} has dtype {array.dtype}, expected uint8 from 0 to 255")
     if array.ndim == 3:
         return torch.from_numpy(array[:, None].copy())
     places = {"NCHW": 1, "NHWC": 3} if array.ndim == 4 else {}
     possible = [name for name, axis in places.items() if array.shape[axis] in (1, 3) and layout in ("auto", name)]
     if len(possible) != 1:
-        raise ValueError(
-            f"{where} has shape {array.shape}, expected (N, H, W), or 1 or 3 channels in one place: give a layout, "
-            '"NHWC" or "NCHW"'
-        )
+        raise ValueError(f'{where} has shape {array.shape}: give a layout, "NHWC" or "NCHW"')
     return torch.from_numpy(np.ascontiguousarray(array if possible == ["NCHW"] else array.transpose(0, 3, 1, 2)))
 
 

@@ -55,9 +55,7 @@ class DeployedClient(Federation):
                     self_audit(owner.guard)
                     owner.guard.check(own.chain.private)
                 if owner.canary and not own.chain.private:
-                    raise SpecError(
-                        "canary = true measures noise behind a clip, and [[chain]] has none: add clip and gaussian"
-                    )
+                    raise SpecError("canary = true needs noise behind a clip in [[chain]]: add clip and gaussian")
         except SpecError as error:
             raise SpecError(f"{owner.path}: {error}") from error
         return own

@@ -46,10 +46,7 @@ def secure_sum(
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         if RECORD not in message.content.config_records:
-            raise ValueError(
-                "the server asks for an update that it would see by itself: "
-                "the server must wrap its strategy in fedgauge's SecureSumStrategy"
-            )
+            raise ValueError("the server asks for a single update: wrap its strategy in SecureSumStrategy")
         # the ClientApp gets what it would get without a secure sum: some expect a single ConfigRecord
         plain = copy(message)
         plain.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})

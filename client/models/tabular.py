@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.models.transformer import Block
-from fedgauge.client.models.vision import mlp
+from fedgauge.client.models.vision import mlp, require_positive
 
 
 def embedding_mlp(columns: Columns, classes: int, dimension: int = 8, hidden: Sequence[int] = (64,)) -> nn.Module:
@@ -21,8 +21,7 @@ def embedding_mlp(columns: Columns, classes: int, dimension: int = 8, hidden: Se
     Raises:
         ValueError: dimension is below 1.
     """
-    if dimension < 1:
-        raise ValueError(f"dimension must be at least 1, got {dimension}")
+    require_positive("dimension", dimension)
     return _EmbeddingMLP(columns, classes, dimension, hidden)
 
 

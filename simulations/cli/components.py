@@ -21,7 +21,7 @@ from fedgauge.client.deployment.secure_sum_terms import SECURE_SUM
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.losses import LOSS
-from fedgauge.client.registry import Entry, unknown_groups
+from fedgauge.client.registry import Entry
 from fedgauge.server.strategy.build import STRATEGY
 
 KINDS: Mapping[str, ComponentKind] = {
@@ -73,10 +73,6 @@ def components_of(kind: str | None = None, own_only: bool = False) -> list[Compo
         # what is in two groups, as an attack on two kinds of data, is listed once
         once = {(entry.name, entry.value, entry.package): entry for entry in KINDS[name].entries()}
         listed += [_component(name, entry) for entry in once.values() if entry.own or not own_only]
-    if kind is None and not own_only:  # plug-ins of a group that no kind has would be ignored in silence
-        groups = [group for each in KINDS.values() for group in each.groups]
-        error = f"there is no such group; the groups are {', '.join(groups)}"
-        listed += [Component("unknown", e.name, package=e.package, error=error) for e in unknown_groups(groups)]
     return listed
 
 

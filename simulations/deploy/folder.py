@@ -144,8 +144,10 @@ class Deployment:
             here: attacks run on this machine, and not in the containers' Ray cluster.
 
         Raises:
-            SpecError: the run is complete, or a new one cannot be trained.
+            SpecError: the run is complete, this cannot be a name, or a new one cannot be trained.
         """
+        if not name or Path(name).name != name or name.startswith("."):
+            raise SpecError(f"{name!r} cannot be a run's name")
         folder = self.folder / "runs" / name
         if not folder.exists():
             scenario = self.scenario()

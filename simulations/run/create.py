@@ -145,9 +145,7 @@ def _same_versions(run: Run) -> None:
         then = dict(json.loads(run_files.read(path, run_files.MOST_VERSIONS))["packages"])
     for name in DECISIVE:
         if (before := then.get(name)) != (now := package(name)):
-            raise NotResumable(
-                f"{run.folder} was trained with {name} {before}, and this is {now}; resume it with {before}"
-            )
+            raise NotResumable(f"{path} names {name} {before}, and this is {now}; resume the run with {before}")
 
 
 def check_deployable(scenario: Scenario) -> None:

@@ -58,6 +58,7 @@ from fedgauge.server.store.tape import Tape
 from fedgauge.server.store.uploads import as_the_model_has_it, names_of, replies_of
 from fedgauge.server.tap import curious
 from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.run import foreign_app
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
 from fedgauge.simulations.run.in_memory import flower
 
@@ -947,3 +948,7 @@ def test_a_wrong_strategy_or_grid_is_a_type_error_before_training(audit: Path, w
     with pytest.raises(TypeError):
         tap(wrong, audit, audit.parent / "run")
     assert not (audit.parent / "run").exists()
+
+
+def test_the_name_that_apps_import_the_tap_by_is_kept() -> None:
+    assert (foreign_app.tap, foreign_app.curious) == (tap, curious)

@@ -15,8 +15,8 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import RunProgress
+from fedgauge.simulations.live.view import Events
 from tests.simulations.live.conftest import TABLES, intake, work
 from tests.small_runs import scores_of
 
