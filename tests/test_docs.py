@@ -246,7 +246,7 @@ def test_every_block_of_code_can_be_read(page: Path) -> None:
     shell = "\n".join(blocks(text, "sh"))
     assert subprocess.run(["bash", "-n"], input=shell, text=True, capture_output=True).stderr == ""
     languages = {fence for fence in re.findall(r"^ *```(.*)$", text, re.MULTILINE) if fence}
-    assert languages <= {"py", "python", "yaml", "sh", "toml", "sql"}, "no test reads these"
+    assert languages <= {"py", "python", "yaml", "sh", "toml", "sql", "text"}, "no test reads these"
 
 
 def test_the_ledgers_example_is_a_question_that_a_ledger_answers(tmp_path: Path) -> None:
