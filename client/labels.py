@@ -254,5 +254,6 @@ def _paired(truth: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _f1(truth: Tensor, guess: Tensor) -> float:
-    hits = float((truth * guess).sum())
-    return 2 * hits / max(float(truth.sum() + guess.sum()), 1.0)
+    """Return the F1 over all findings of a batch; 1 if it has none and none is claimed."""
+    hits, both = float((truth * guess).sum()), float(truth.sum() + guess.sum())
+    return 2 * hits / both if both else 1.0

@@ -205,6 +205,7 @@ def test_scores_of_labels_do_not_depend_on_their_order() -> None:
     y = torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 1]])
     assert Findings(y).scores(y, y.flip(0)) == {"label_f1": 1.0}
     assert Findings(y).scores(y, torch.ones_like(y))["label_f1"] == pytest.approx(2 * 4 / (4 + 9))
+    assert Findings(y).scores(0 * y, 0 * y) == {"label_f1": 1.0}
     prices = Numbers(torch.tensor([1.0, 3.0]))
     assert prices.scores(torch.tensor([1.0, 3.0]), torch.tensor([3.0, 1.0])) == {"label_error": 0.0}
     assert prices.scores(torch.tensor([0.0]), prices.spread[None])["label_error"] == pytest.approx(1)
