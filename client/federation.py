@@ -128,15 +128,13 @@ class Federation:
             except SpecError as error:
                 wrong = error
         some = Batch(*(t[:TRIED] for t in public))
+        x = data.normalise(some.x)
         try:
-            x = data.normalise(some.x)
             with torch.no_grad(), evaluated(self.model):
                 outputs = self.model(x)
-            return fitted_loss(loss, table, "[loss]", (outputs, some.y, x), public.y, data.classes)
-        except Exception as error:  # a user's network may raise anything; check_network names its faults
-            if wrong is None and not isinstance(error, SpecError):
-                raise SpecError(f"[model]: it fails on public examples: {type(error).__name__}: {error}") from error
-            raise wrong or error from error
+        except Exception as error:  # a user's network may raise anything
+            raise wrong or SpecError(f"[model]: it fails on examples: {type(error).__name__}: {error}") from error
+        return fitted_loss(loss, table, "[loss]", (outputs, some.y, x), public.y, data.classes, wrong)
 
     @cached_property
     def chain(self) -> Chain:

@@ -180,6 +180,8 @@ class Numbers(LabelKind):
             off = (slope(y) - seen).detach().flatten()
             y = y - (torch.linalg.pinv(by_label) @ off).view_as(y)
         left = (slope(y) - seen).detach()
+        if not bool(by_label.any()):  # as in the linear part of a Huber loss
+            return None
         return y.float() if bool(left.norm() <= SAME * seen.norm()) else None
 
     def guess(self, count: int) -> Tensor | None:
@@ -253,5 +255,6 @@ def _paired(truth: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _f1(truth: Tensor, guess: Tensor) -> float:
-    hits = float((truth * guess).sum())
-    return 2 * hits / max(float(truth.sum() + guess.sum()), 1.0)
+    """Return the F1 over all findings of a batch; 1 if it has none and none is claimed."""
+    hits, both = float((truth * guess).sum()), float(truth.sum() + guess.sum())
+    return 2 * hits / both if both else 1.0

@@ -182,13 +182,20 @@ def loss_of(loss: Loss, outputs: Tensor, y: Tensor, x: Tensor | None) -> Tensor:
 
 
 def fitted_loss(
-    loss: Loss, table: Table, where: str, tried: tuple[Tensor, Tensor, Tensor], public: Tensor, classes: int
+    loss: Loss,
+    table: Table,
+    where: str,
+    tried: tuple[Tensor, Tensor, Tensor],
+    public: Tensor,
+    classes: int,
+    otherwise: SpecError | None = None,
 ) -> tuple[Loss, LabelKind]:
     """The loss in the form that takes a network's outputs for a few public examples, and the kind of its labels.
 
     Args:
         tried: the outputs, the labels and the network's inputs.
         public: labels of public examples.
+        otherwise: the error to raise if it takes them in no form.
 
     Raises:
         SpecError: it takes them in no form, or the labels are of another kind than the loss.
@@ -208,7 +215,7 @@ def fitted_loss(
         _check_kind(loss, kind, table, where, outputs, public, classes)
         plain = form == 0 and not isinstance(loss, FittedLoss)
         return loss if plain else form_of, kind(public, (outputs.detach(), y, x))
-    raise SpecError(
+    raise otherwise or SpecError(
         f"{where}: {table['use']!r} must take the network's outputs {tuple(outputs.shape)} and labels {tuple(y.shape)} of "
         f"{str(y.dtype).removeprefix('torch.')}, and return their finite, differentiable mean: {_said(problem)}"
     ) from problem
@@ -238,7 +245,9 @@ def _check_kind(
     if single and kind is not NoLabel and not public.is_floating_point() and classes > 2:
         why = f"the network has one output, and [data] has {classes} classes: let it return {classes}"
     elif is_cross_entropy(loss) or isinstance(loss, cross_entropy):
-        if not issubclass(kind, Findings | Numbers):
+        kind = label_kind(public, outputs, True)
+        distributions = public.dim() == 2 and bool(((public.sum(1) - 1).abs() < SAME).all())
+        if not issubclass(kind, Findings | Numbers) or distributions:
             return
         other = "binary_cross_entropy" if kind is Findings else "mean_squared_error"
         why = f'{table["use"]} takes one class an example, and the labels are {kind.noun}: set use = "{other}"'
