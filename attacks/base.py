@@ -265,21 +265,6 @@ def _counted(n: int, noun: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
-    """T snapshots of an attack in progress: what it would have returned if it had stopped there.
-
-    Args:
-        iteration: (T,) int64, gradient evaluations spent.
-        objective: (T,) float64, of the attack itself.
-        x: (T, B, C, H, W) uint8, pixels in 255ths.
-    """
-
-    iteration: Tensor
-    objective: Tensor
-    x: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Reconstruction:
     """An attack's reconstruction from one observation.
 
@@ -290,7 +275,6 @@ class Reconstruction:
         iterations, seconds: spent; the seconds of a wave are shared equally among its observations.
         status: converged (ran its schedule to the end), out_of_budget (time ended it), diverged, not_applicable.
         reason: why the status is not converged; for converged ones an optional note on what is proven or how it was found.
-        trace: of the chosen restart, from its start to this result; None: not requested.
         confidence: of a row's cells (B, F) in [0, 1], as the attack judges itself; None: it does not.
     """
 
@@ -301,29 +285,23 @@ class Reconstruction:
     seconds: float
     status: Status
     reason: str = ""
-    trace: Trace | None = None
     confidence: Tensor | None = None
 
     def to(self, device: torch.device) -> "Reconstruction":
-        """The same with its tensors on a device; a trace is always in host memory."""
+        """The same with its tensors on a device."""
         x, y, confidence = (_moved(t, device) for t in (self.x, self.y, self.confidence))
         return replace(self, x=x, y=y, confidence=confidence)
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by their names in its file: what `from_tensors` reads back."""
         named = {"x": self.x, "y": self.y, "confidence": self.confidence}
-        if (trace := self.trace) is not None:
-            named |= {"trace_iteration": trace.iteration, "trace_objective": trace.objective, "trace_x": trace.x}
         return {name: t for name, t in named.items() if t is not None}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], status: Status, seconds: float) -> "Reconstruction":
         """Restore a reconstruction from a file's tensors and its ledger row; objective and iterations stay in the ledger."""
         x, y, confidence = (tensors.get(name) for name in ("x", "y", "confidence"))
-        trace = None
-        if "trace_x" in tensors:
-            trace = Trace(tensors["trace_iteration"], tensors["trace_objective"], tensors["trace_x"])
-        return cls(x, y, math.nan, 0, seconds, status, trace=trace, confidence=confidence)
+        return cls(x, y, math.nan, 0, seconds, status, confidence=confidence)
 
 
 def _moved(t: Tensor | None, device: torch.device) -> Tensor | None:
@@ -392,10 +370,6 @@ class Attack(ABC):
     def variants(self, known: Knowledge) -> Mapping[str, "Attack"]:
         """The attack with other settings, by what is different in words; empty if it has nothing to tune."""
         return {}
-
-    def traced(self, snapshots: int) -> "Attack":
-        """The same attack, keeping about this many snapshots of each reconstruction; ValueError if it does not iterate."""
-        raise ValueError(f"{type(self).__name__} does not iterate, so it has no trace; leave trace out")
 
 
 class StatefulAttack(Attack):

@@ -90,8 +90,7 @@ class Grader:
                 if (name := metric.name + AUGMENTED) in self.modality.measured:
                     rows += [row(i, name, v) for i, v in enumerate(metric(augmented.x, nearest).double().tolist())]
         y, confidence = (None if t is None else t[order] for t in (result.y, result.confidence))
-        trace = None if result.trace is None else replace(result.trace, x=result.trace.x[:, order])
-        placed = replace(result, x=x, y=y, trace=trace, confidence=confidence)
+        placed = replace(result, x=x, y=y, confidence=confidence)
         whole = self.modality.of_batch(paired, placed)
         rows += [row(WHOLE_BATCH, name, v) for name, v in whole.items() if self.only is None or name in self.only]
         return placed, rows, torch.full((len(result.x),), -1).index_put((order,), own)

@@ -1,7 +1,7 @@
 """Feedback blending: earlier reconstructions of a client's images are the start of the next search (Leite et al., 2024)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -51,9 +51,6 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
     @property
     def label_source(self) -> Literal["restored", "optimised"]:
         return self.inner.label_source
-
-    def traced(self, snapshots: int) -> "feedback_blending":
-        return replace(self, attack=self.inner.traced(snapshots))
 
     def initial(self) -> ClientState:
         return {"images": torch.tensor(0)}

@@ -65,7 +65,7 @@ def _setting(cell: Cell) -> Setting:
 
 
 def _attack_spec(table: Table, where: str) -> AttackSpec:
-    own = {f.name for f in fields(AttackSpec)} - {"table", "budget", "trace"}
+    own = {f.name for f in fields(AttackSpec)} - {"table", "budget"}
     spent = {f.name for f in fields(Budget)}
     made = {
         "table": {k: v for k, v in table.items() if k not in own | spent},

@@ -34,8 +34,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**IG, "defense": True}, "defense"),
     ({**IG, "tune": "truth"}, "tune"),
     ({"use": "analytic", "tune": "shadow"}, "tune"),
-    *(({**IG, "trace": trace}, "trace") for trace in (1, -4, 3.0, True)),
-    ({"use": "analytic", "trace": 3}, "iterate"),
     *(({**IG, "name": name}, "name") for name in ("", "a/../b", 3, "bayes_limit", "a" * 65)),
     *(({**FB, "attack": inner}, "(recipe|attack)") for inner in ("ig", "analytic", FB["use"], {"double": True}, 3)),
     *(
@@ -133,16 +131,6 @@ def test_a_budget_is_the_attack_tables() -> None:
     assert found.budget == Budget(7, 2, 1.5)
     assert found.table == IG
     assert PlannedAttack.from_table(IG, "here").budget == Budget(500, 1, None)
-
-
-def test_a_trace_is_a_setting_of_its_own_and_its_absence_is_none() -> None:
-    plain, traced = (PlannedAttack.from_table({**IG, **more}, "here") for more in ({}, {"trace": 12}))
-    assert PlannedAttack.from_table({**IG, "trace": 0}, "here") == plain
-    assert traced.table == IG
-    assert PlannedAttack.from_json(traced.to_json()) == traced
-    assert traced.to_json() != plain.to_json(), "an audit that asks for a trace is not done because there are scores"
-    assert "trace" not in plain.to_json(), "jobs of ledgers from before there were traces stay done"
-    assert traced.build() == plain.build().traced(12)
 
 
 def test_every_attack_can_be_planned_by_its_name_alone() -> None:
