@@ -149,7 +149,11 @@ class Knowledge:
 
     @property
     def public(self) -> Batch:
-        """The auxiliary examples; ValueError if the attacker has none."""
+        """The auxiliary examples.
+
+        Raises:
+            ValueError: the attacker has none.
+        """
         if self.auxiliary is None:
             raise ValueError("the attacker has no auxiliary examples: set [data] auxiliary above 0")
         return self.auxiliary

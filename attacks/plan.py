@@ -168,7 +168,11 @@ class PlannedAttack:
 
     @classmethod
     def from_json(cls, text: str) -> "PlannedAttack":
-        """The inverse of `to_json`; SpecError if it wrote no such text."""
+        """The inverse of `to_json`.
+
+        Raises:
+            SpecError: it wrote no such text.
+        """
         where = "a planned attack"
         try:
             stored = dict(coerce(json.loads(text), dict, where))

@@ -100,7 +100,11 @@ def cosine_matrix(n: int) -> Tensor:
 
 
 def auxiliary_of(known: Knowledge, least: int = 1) -> Batch:
-    """The attacker's auxiliary examples; ValueError if they are too few or of another shape than the clients'."""
+    """The attacker's auxiliary examples.
+
+    Raises:
+        ValueError: they are too few or of another shape than the clients'.
+    """
     found = known.auxiliary
     if found is None or tuple(found.x.shape[1:]) != tuple(known.shape) or len(found.x) < least:
         got = "none" if found is None else f"{len(found.x)} of shape {tuple(found.x.shape[1:])}"

@@ -81,7 +81,11 @@ def _listed(noun: str, numbers: Sequence[int]) -> str:
 
 
 def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
-    """Craft each server attack's weights once before anything starts; SpecError where the network lacks what it needs."""
+    """Craft each server attack's weights once before anything starts.
+
+    Raises:
+        SpecError: the network lacks what it needs.
+    """
     params, _ = fed.initial()
     known, taken = public_knowledge(fed), set[tuple[int, int]]()
     for i, targeted in enumerate(plan, 1):

@@ -127,7 +127,11 @@ class relaxed_rows:
     softmax: bool = True
 
     def bind(self, known: Knowledge) -> Callable[[Tensor], Tensor]:
-        """The rows of free numbers; ValueError if the examples are no rows."""
+        """The rows of free numbers.
+
+        Raises:
+            ValueError: the examples are no rows.
+        """
         if known.columns is None:
             raise ValueError("it reconstructs rows of a table, and the examples here have no columns")
         return partial(self._rows, known.columns)

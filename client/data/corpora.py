@@ -146,7 +146,11 @@ def _classes(
 
 
 def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[int]:
-    """The place of each name among those of the classes; ValueError if it is none of them."""
+    """The place of each name among those of the classes.
+
+    Raises:
+        ValueError: it is none of them.
+    """
     place = {name: k for k, name in enumerate(classes)}
     if strange := [v for v in written if v not in place]:
         raise ValueError(f"{where} has {strange[0]!r}, which is none of classes ({', '.join(classes)})")

@@ -50,7 +50,11 @@ def timm(shape: Shape, classes: int, name: str, pretrained: Path | None = None) 
 
 
 def import_library(name: str, extra: str) -> Any:
-    """Import an optional package; ValueError with the command to install it if it is missing."""
+    """Import an optional package.
+
+    Raises:
+        ValueError: it is missing; the message has the command to install it.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -54,7 +54,11 @@ def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[
 
 
 def try_first(scenario: Scenario, console: Console, where: str, patience: float = PATIENCE) -> None:
-    """Print the warnings before a training; SpecError if it cannot work. Each sentence begins with `where`."""
+    """Print the warnings before a training.
+
+    Raises:
+        SpecError: it cannot work. Each sentence begins with `where`.
+    """
     try:
         for words in warnings_before(scenario, patience):
             console.print(f"warning: {where}: {words}", highlight=False, markup=False, soft_wrap=True)

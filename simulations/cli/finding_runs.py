@@ -8,7 +8,11 @@ from fedgauge.simulations.cli.options import RUNS, refuse, tell
 
 
 def find_run(named: Path, folder: Path) -> Run:
-    """Find a run by its folder, or by its name in the folder of runs; LedgerError if there is none."""
+    """Find a run by its folder, or by its name in the folder of runs.
+
+    Raises:
+        LedgerError: there is none.
+    """
     below = folder / named
     if not named.exists() and not below.exists():
         raise LedgerError(f"there is no run {named}, neither here nor in {folder}: fedgauge runs lists those there are")

@@ -92,7 +92,11 @@ class Deployment:
 
     @classmethod
     def open(cls, folder: Path) -> "Deployment":
-        """An existing deployment; SpecError if the folder does not hold one."""
+        """An existing deployment.
+
+        Raises:
+            SpecError: the folder does not hold one.
+        """
         missing = [name for name in ("scenario.toml", "keys", "tls") if not (folder / name).exists()]
         if missing:
             raise SpecError(

@@ -35,7 +35,11 @@ def names() -> list[str]:
 
 
 def load(name: str) -> PaperTable:
-    """Read a table by name; SpecError if there is none or if it has a mistake."""
+    """Read a table by name.
+
+    Raises:
+        SpecError: there is none or if it has a mistake.
+    """
     if name not in names():
         raise SpecError(f"no paper table is called {name!r}; there are {', '.join(names())}")
     return parse(name, tomllib.loads(next(PAPERS.glob(f"*/{name}.toml")).read_text()))

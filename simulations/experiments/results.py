@@ -70,7 +70,11 @@ class ResultsFile(Generic[Row]):
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read a file of results, or a kept one by the name of its table; SpecError if it is none."""
+    """Read a file of results, or a kept one by the name of its table.
+
+    Raises:
+        SpecError: it is none.
+    """
     if not path.exists():
         path = next(PAPERS.glob(f"*/results/{path}.json"), path)
     try:
@@ -86,7 +90,11 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def rows_of(kept: Mapping[str, Any], kind: type[Row], name: str) -> list[Row]:
-    """The rows of a file; SpecError if one is of another kind."""
+    """The rows of a file.
+
+    Raises:
+        SpecError: one is of another kind.
+    """
     kinds = get_type_hints(kind)
     try:
         return [
