@@ -66,7 +66,6 @@ def components_of(kind: str | None = None, own_only: bool = False) -> list[Compo
 
     Args:
         own_only: leave out plug-ins.
-
     """
     listed = []
     for name in KINDS if kind is None else (kind,):

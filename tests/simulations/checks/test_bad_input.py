@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # what is brought, and what 
     "logits": (model("Fewer"), "(4, 7)"),
     "second argument": (model("Masked"), "'mask'"),
     "list": (model("Listed"), "'head.weight'"),
-    "lazy": (model("Lazy"), "'1' (LazyLinear)"),
+    "lazy": (model("Lazy"), "layer '1' is lazy"),
     "nan": (model("NotANumber"), "'head' (Linear)"),
     "overflow": (model("Overflowing"), "'conv' (Conv2d)"),
     "drops": (defense("dropping"), "which parameters"),
