@@ -70,7 +70,7 @@ class Grader:
             return ScoreRecord(round, client, attack, example, metric, value, result.status, result.seconds)
 
         rows = []
-        if result.y is not None and truth.labelled:
+        if result.y is not None and truth.labelled and self.only is None:
             scores = self.label_kind.scores(truth.y, result.y)
             rows += [row(WHOLE_BATCH, name, value) for name, value in scores.items()]
         if result.x is None or not came_back(result.x):

@@ -951,4 +951,4 @@ def test_a_wrong_strategy_or_grid_is_a_type_error_before_training(audit: Path, w
 
 
 def test_the_name_that_apps_import_the_tap_by_is_kept() -> None:
-    assert (foreign_app.tap, foreign_app.curious) == (tap, curious)
+    assert (foreign_app.tap, foreign_app.curious) == (tapping.tap, tapping.curious)
