@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import per_example
@@ -114,12 +115,13 @@ class Knowledge:
         shape: (C, H, W) of an image, (L,) of a sentence, (D,) of a row.
         classes, batch_size: as agreed in the federation.
         mean, std: the per-channel normalisation in front of the model; empty for examples that are not images.
-        labels: (K, B) int64 if the attacker is given them; None: it restores them.
+        labels: (K, B, ...) if the attacker is given them; None: it restores them.
         auxiliary: public examples of the same distribution, or None.
         loss: what the clients minimise: a mean over the batch.
         text: of sentences; None for other examples.
         columns: of a table's rows; None for other examples.
         plain: differentiate by plain autograd and in loops, for a model that torch.func or vmap refuses.
+        label_kind: one class, findings, numbers or none.
     """
 
     model: nn.Module
@@ -135,6 +137,7 @@ class Knowledge:
     text: Sentences | None = None
     columns: Columns | None = None
     plain: bool = False
+    label_kind: LabelKind = field(default_factory=LabelKind)
 
     @cached_property
     def forward(self) -> UpdateFn:
@@ -146,7 +149,11 @@ class Knowledge:
 
     @property
     def public(self) -> Batch:
-        """The auxiliary examples; ValueError if the attacker has none."""
+        """The auxiliary examples.
+
+        Raises:
+            ValueError: the attacker has none.
+        """
         if self.auxiliary is None:
             raise ValueError("the attacker has no auxiliary examples: set [data] auxiliary above 0")
         return self.auxiliary
@@ -262,32 +269,16 @@ def _counted(n: int, noun: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Trace:
-    """T snapshots of an attack in progress: what it would have returned if it had stopped there.
-
-    Args:
-        iteration: (T,) int64, gradient evaluations spent.
-        objective: (T,) float64, of the attack itself.
-        x: (T, B, C, H, W) uint8, pixels in 255ths.
-    """
-
-    iteration: Tensor
-    objective: Tensor
-    x: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class Reconstruction:
     """An attack's reconstruction from one observation.
 
     Args:
         x: (B, C, H, W) in [0, 1], token ids (B, L) int64, padded like the data, or rows (B, D); None: nothing to grade.
-        y: (B,) int64 labels as restored, given or optimised; None: the attack claims none.
+        y: (B, ...) labels as restored, given or optimised; None: the attack claims none.
         objective: of the attack itself, at the end; it chooses among restarts.
         iterations, seconds: spent; the seconds of a wave are shared equally among its observations.
         status: converged (ran its schedule to the end), out_of_budget (time ended it), diverged, not_applicable.
         reason: why the status is not converged; for converged ones an optional note on what is proven or how it was found.
-        trace: of the chosen restart, from its start to this result; None: not requested.
         confidence: of a row's cells (B, F) in [0, 1], as the attack judges itself; None: it does not.
     """
 
@@ -298,29 +289,23 @@ class Reconstruction:
     seconds: float
     status: Status
     reason: str = ""
-    trace: Trace | None = None
     confidence: Tensor | None = None
 
     def to(self, device: torch.device) -> "Reconstruction":
-        """The same with its tensors on a device; a trace is always in host memory."""
+        """The same with its tensors on a device."""
         x, y, confidence = (_moved(t, device) for t in (self.x, self.y, self.confidence))
         return replace(self, x=x, y=y, confidence=confidence)
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by their names in its file: what `from_tensors` reads back."""
         named = {"x": self.x, "y": self.y, "confidence": self.confidence}
-        if (trace := self.trace) is not None:
-            named |= {"trace_iteration": trace.iteration, "trace_objective": trace.objective, "trace_x": trace.x}
         return {name: t for name, t in named.items() if t is not None}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], status: Status, seconds: float) -> "Reconstruction":
         """Restore a reconstruction from a file's tensors and its ledger row; objective and iterations stay in the ledger."""
         x, y, confidence = (tensors.get(name) for name in ("x", "y", "confidence"))
-        trace = None
-        if "trace_x" in tensors:
-            trace = Trace(tensors["trace_iteration"], tensors["trace_objective"], tensors["trace_x"])
-        return cls(x, y, math.nan, 0, seconds, status, trace=trace, confidence=confidence)
+        return cls(x, y, math.nan, 0, seconds, status, confidence=confidence)
 
 
 def _moved(t: Tensor | None, device: torch.device) -> Tensor | None:
@@ -383,29 +368,31 @@ class Attack(ABC):
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
-        """One reconstruction for each observation of the wave, and the new state of its client, in order.
-
-        Args:
-            memories: each client's state after the attack on its last observation; read only.
-        """
+        """`reconstruct`, and each client's new state; see StatefulAttack."""
         return self.reconstruct(wave, known, budget, streams), list(memories)
 
     def variants(self, known: Knowledge) -> Mapping[str, "Attack"]:
         """The attack with other settings, by what is different in words; empty if it has nothing to tune."""
         return {}
 
-    def traced(self, snapshots: int) -> "Attack":
-        """The same attack, keeping about this many snapshots of each reconstruction; ValueError if it does not iterate."""
-        raise ValueError(f"{type(self).__name__} does not iterate, so it has no trace; leave trace out")
-
 
 class StatefulAttack(Attack):
     """An attack with memory: earlier updates of a client change how it attacks the next one.
 
-    It defines `advance`, and attacks a client's observations in the order of their rounds, each client for itself.
+    It attacks a client's observations in the order of their rounds, each client for itself.
     """
 
     is_stateful: ClassVar[bool] = True
+
+    @abstractmethod
+    def advance(
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+    ) -> tuple[list[Reconstruction], list[ClientState]]:
+        """One reconstruction for each observation of the wave, and the new state of its client, in order.
+
+        Args:
+            memories: each client's state after the attack on its last observation; read only.
+        """
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

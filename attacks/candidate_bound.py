@@ -32,8 +32,8 @@ class CandidateBound(ErrorLimit):
     """The bound for images of any distribution."""
 
     def assumes(self, fed: Federation, batch: str) -> list[str]:
-        told = "labels, the rest of the batch and the private image known up to a few auxiliary images of its class"
-        return [batch, "a bound for images of any distribution", told]
+        known = "labels, the rest of the batch and the private image known up to a few auxiliary images of its class"
+        return [batch, "a bound for images of any distribution", known]
 
     def error(self, case: Case, rng: Generator) -> float:
         return candidate_bound(case.known, case.wave.params, rng)
@@ -42,9 +42,9 @@ class CandidateBound(ErrorLimit):
 def candidate_bound(known: Knowledge, params: Params, rng: Generator) -> float:
     """The bound on the mean squared error of a batch's pixels in [0, 1].
 
-    It uses no update and no private image. It is of guesses that say which example is which: pairing them with the truth
-    afterwards, as every attack's are, can gain an attacker a little. An unknown mask is taken as showing every entry, which
-    bounds less.
+    It uses no update and no private image. It holds for guesses that say which example is which; pairing them with
+    the truth afterwards, as is done for every attack, can gain an attacker a little. An unknown mask counts as one that shows
+    every entry, which gives a weaker bound.
 
     Raises:
         ValueError: it does not apply to this chain or model, or the noise leaves all images distinguishable.
@@ -56,9 +56,7 @@ def candidate_bound(known: Knowledge, params: Params, rng: Generator) -> float:
     if len(labels) > CLASSES:
         labels = labels[torch.multinomial(share, CLASSES, replacement=True, generator=rng)]
         share = torch.full((CLASSES,), 1 / CLASSES, dtype=torch.float64)
-    most = min(GRADIENTS // len(labels), ENTRIES // sum(t.numel() for t in params.values()))
-    if most < 2:
-        raise ValueError("the updates of two candidates of this model are too large to be held at once")
+    most = max(1, min(GRADIENTS // len(labels), ENTRIES // sum(t.numel() for t in params.values())))
     total = 0.0
     for label, part in zip(labels, share.tolist(), strict=True):
         own = torch.nonzero(y == label).flatten()
@@ -72,7 +70,7 @@ def candidate_bound(known: Knowledge, params: Params, rng: Generator) -> float:
             seen.append(torch.cat([t.flatten() for t in update.values()]).detach())
         total += part * bayes_error(torch.stack(seen) / noise.shrink, x[own].flatten(1), noise, rng)
     if total < LEAST:
-        raise ValueError(f"under this noise {most} images of a class are distinguishable, so there is no bound")
+        raise ValueError(f"the noise leaves {most} candidates of a class distinguishable, so there is no bound")
     return total
 
 

@@ -15,6 +15,8 @@ from torch import Generator, Tensor
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.computation import called, classifier
 from fedgauge.attacks.label_rule import label_rule
+from fedgauge.attacks.solved_labels import OPTIMISED, NotRestored, Outputs, like_two_logits, outputs_of, solved
+from fedgauge.client.labels import Binary, NoLabel
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import layer_parameters
@@ -28,7 +30,7 @@ MISFIT = 0.03  # 1 - cosine between the bias gradient and what the restored coun
 
 
 def restore(wave: Wave, known: Knowledge) -> Tensor:
-    """Labels (K, B) int64, each row sorted: the given ones if the attacker has them, else restored by `auto` or a learned rule.
+    """Labels (K, B, ...), each row sorted: the given ones if the attacker has them, else restored by `auto` or a learned rule.
 
     If local steps take slices of the batch, sorted labels do not determine which slice holds which label: see `assignments`.
 
@@ -37,11 +39,17 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
     """
     if known.labels is not None:
         return known.labels
+    kind = known.label_kind
+    if isinstance(kind, NoLabel):
+        none = kind.trial(len(wave) * known.batch_size, known.classes).to(wave.device)
+        return none.view(len(wave), -1, *none.shape[1:])
     if not is_cross_entropy(known.loss):
-        raise ValueError(
-            "labels are restored from softmax - one-hot, the derivative of the plain cross-entropy, and [loss] names another "
-            'loss: give them to the attacker (labels = "given"), or use an attack that optimises them (dlg)'
-        )
+        outputs = outputs_of(known, wave.params, _classifier(known))
+        if not like_two_logits(known, outputs):
+            if known.batch_size > 1 or not known.chain.local.one_gradient:
+                raise NotRestored(f"under this loss labels are restored from one gradient of one example; {OPTIMISED}")
+            found = [_solved(wave.alone(k), wave.params, known, outputs) for k in range(len(wave))]
+            return torch.stack(found).to(wave.device)
     dummies = Dummies(wave.params, known)
     labels = [auto(wave.alone(k), wave.params, known, dummies) for k in range(len(wave))]
     if learns(known):
@@ -202,12 +210,28 @@ def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
     layer = _classifier(known)
     of_weight, of_bias = layer_parameters(layer)
     weight, bias = -_exact(update[of_weight]), update.get(of_bias)
+    if _is_pair(known):
+        weight, bias = torch.cat([-weight, weight]), None if bias is None else torch.cat([-bias, bias])
     if len(weight) != known.classes:
         raise ValueError(
             f"the last fully connected layer, {layer!r}, has {len(weight)} outputs for {known.classes} classes:"
             " label restoration needs a fully connected classifier"
         )
     return weight, None if bias is None else -_exact(bias)
+
+
+def _is_pair(known: Knowledge) -> bool:
+    """Return whether the classifier has one output z in place of two logits (0, z)."""
+    return type(known.label_kind) is Binary
+
+
+def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs) -> Tensor:
+    """The label of a single example under another loss than the cross-entropy."""
+    of_weight, of_bias = layer_parameters(_classifier(known))
+    weight, bias = (None if k not in update else -_exact(update[k]) / known.scale for k in (of_weight, of_bias))
+    layer, offset = _exact(params[of_weight]), _exact(params.get(of_bias, torch.zeros(1)))
+    assert weight is not None
+    return solved(weight, bias, layer, offset, known, outputs, _literal(update, params, known))
 
 
 def _classifier(known: Knowledge) -> str:
@@ -267,7 +291,11 @@ class Dummies:
             x = torch.rand(DUMMIES, *known.shape, generator=torch.Generator().manual_seed(0))
         x = known.normalise(x.to(next(iter(params.values())).device))
         logits, calls = called(known.model, params, x)
-        features = next(_exact(call.input) for call in calls if call.name == _classifier(known))
+        features, outs = next(
+            (_exact(call.input), _exact(call.output)) for call in calls if call.name == _classifier(known)
+        )
+        if _is_pair(known):
+            return features, torch.cat([-outs, outs], 1).mul(0.5).softmax(1)
         return _of_logits(features, known, params, _exact(logits)), _exact(logits).softmax(1)
 
 
@@ -287,9 +315,13 @@ def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[
 def _systems(update: Update, params: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
     """Contribution of an example of class j to B db_i (classes i, classes j), at the weights before and after local training."""
     names = layer_parameters(_classifier(known))
-    features = _class_means(-_exact(update[names[0]]), -_exact(update[names[1]]))
+    weight, bias = _gradient(update, known)
+    assert bias is not None
+    features = _class_means(weight, bias)
     w, b = (_exact(params[k]) for k in names)
     change_w, change_b = (_exact(update[k]) for k in names)
+    if _is_pair(known):
+        w, b, change_w, change_b = (torch.cat([torch.zeros_like(t), t]) for t in (w, b, change_w, change_b))
     return _system(features, w, b), _system(features, w + change_w, b + change_b)
 
 

@@ -1,7 +1,7 @@
 """Limits of any attack under noise of a known density: an estimate for Gaussian images, and a certificate.
 
-The server sees Y = C(g(x)) + noise of precision S^-1. With J = dC(g)/dx, the Fisher information F(x) = J' S^-1 J and a
-Gaussian prior N(mean, covariance), the van Trees inequality bounds every attacker, biased or not, over n = B * d pixels:
+The server sees Y = C(g(x)) + noise of precision S^-1. Let J = dC(g)/dx, F(x) = J' S^-1 J the Fisher information, and
+N(mean, covariance) a Gaussian prior. The van Trees inequality bounds every attacker, biased or not, over n = B * d pixels:
 
     MSE >= (1/n) tr[(E F(x) + covariance^-1)^-1]
 

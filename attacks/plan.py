@@ -48,9 +48,9 @@ LIMITS: Mapping[str, type[Measure]] = {
 }
 _BUDGET = tuple(f.name for f in dataclasses.fields(Budget))
 # keys of an [[attack]] table other than its component's arguments
-_OMITTED = {"trace": 0, "auxiliary": None, "lengths": "hidden", "tune": "off"}  # from `to_json`, at these values
+_OMITTED = {"auxiliary": None, "lengths": "hidden", "tune": "off"}  # from `to_json`, at these values
 _NAME = re.compile(r"[\w-]{1,64}")
-_OWN = ("name", *_BUDGET, "labels", "lengths", "defense", "trace", "auxiliary", "tune")
+_OWN = ("name", *_BUDGET, "labels", "lengths", "defense", "auxiliary", "tune")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ class PlannedAttack:
         budget: for each observation.
         labels: restored from the update, or given by the threat model.
         defense: known (inverts the whole chain), unknown (assumes bare local training) or inferred (from the updates).
-        trace: keep about this many snapshots of each reconstruction in progress.
         auxiliary: its auxiliary images, the table `[attack.auxiliary]`; default: all.
         lengths: of sentences: hidden, or given by the threat model.
         tune: "shadow": in each round choose its prior on shadow updates of auxiliary images; also the default where the chain
@@ -75,7 +74,6 @@ class PlannedAttack:
     budget: Budget = dataclasses.field(default_factory=Budget)
     labels: Literal["restored", "given"] = "restored"
     defense: Literal["known", "unknown", "inferred"] = "known"
-    trace: int = 0
     auxiliary: Table | None = None
     lengths: Literal["hidden", "given"] = "hidden"
     tune: Literal["off", "shadow"] = "off"
@@ -87,7 +85,7 @@ class PlannedAttack:
         """From an [[attack]] table; SpecError names what is wrong in it."""
         spent = {k: v for k, v in table.items() if k in _BUDGET}
         component = {k: v for k, v in table.items() if k not in _OWN}
-        attack = build(component, where, ATTACK, beside=_OWN)
+        attack = build(component, where, ATTACK, more_keys=_OWN)
         own = {k: v for k, v in table.items() if k in _OWN and k not in _BUDGET}
         arguments = check_arguments(cls, {**own, "name": attack_name(table), "table": component}, where)
         budget = call(Budget, check_arguments(Budget, spent, where), where)
@@ -96,8 +94,6 @@ class PlannedAttack:
             raise SpecError(
                 f"{where}: name must be at most 64 letters, digits, - and _, and no limit's: {planned.name!r}"
             )
-        if planned.trace:
-            call(attack.traced, {"snapshots": planned.trace}, where)
         if planned.tune == "shadow" and not attack.tunes:
             raise SpecError(f"{where}: {component['use']} has no settings to tune; leave tune out")
         planned.images(where)
@@ -116,8 +112,8 @@ class PlannedAttack:
             arguments = {k: v for k, v in self.table.items() if k != "use"}
             limit: Measure = call(LIMITS[self.name], check_arguments(LIMITS[self.name], arguments, where), where)
             return limit
-        attack: Attack = build(self.table, where, self.kind)
-        return attack.traced(self.trace) if self.trace else attack
+        built: Attack = build(self.table, where, self.kind)
+        return built
 
     @property
     def is_baseline(self) -> bool:
@@ -172,7 +168,11 @@ class PlannedAttack:
 
     @classmethod
     def from_json(cls, text: str) -> "PlannedAttack":
-        """The inverse of `to_json`; SpecError if it wrote no such text."""
+        """The inverse of `to_json`.
+
+        Raises:
+            SpecError: it wrote no such text.
+        """
         where = "a planned attack"
         try:
             stored = dict(coerce(json.loads(text), dict, where))

@@ -1,6 +1,6 @@
 """Sources of an audit's waves and truth: a federation in memory, or public examples in place of private ones.
 
-A third source, of a recorded run, is fedgauge.server.pool.tape_source.
+A third source, of a recorded run, is fedgauge.server.store.uploads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,11 @@ class FederationSource:
         return modality_of(self.federation.shards.dataset)
 
     def truth(self, client: int, round: int) -> Batch:
-        """The private examples behind what the server sees of a client; ValueError if there is no truth."""
+        """The private examples behind what the server sees of a client.
+
+        Raises:
+            ValueError: there is no truth.
+        """
         if self.blind:
             raise ValueError(NO_TRUTH)
         return (self.given or self.federation.batch_at)(client, round)

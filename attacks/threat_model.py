@@ -13,6 +13,7 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
+from fedgauge.client.labels import ordered
 from fedgauge.client.local_training import ControlledSGD, Pull, own_move
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
@@ -42,6 +43,7 @@ def public_knowledge(
         std=dataset.std,
         auxiliary=fed.shards.auxiliary_batch() if auxiliary is None else auxiliary,
         loss=fed.loss,
+        label_kind=fed.label_kind,
         **modality_of(dataset).known(),
     )
 
@@ -74,9 +76,7 @@ def with_given_truth(
             raise ValueError(
                 'labels = "given" would give away the sentences: the labels of next_token are their words; use "restored"'
             )
-        known = replace(
-            known, labels=torch.stack([batch.y if in_order else batch.y.sort().values for batch in batches])
-        )
+        known = replace(known, labels=torch.stack([batch.y if in_order else ordered(batch.y) for batch in batches]))
     if planned.lengths == "given":
         assert isinstance(known.model, LanguageModel)  # the plan refuses it for others
         kept = in_order and planned.labels == "given"
@@ -169,9 +169,5 @@ def _behind(chain: Chain) -> bool:
 
 def _lengths(batch: Batch, pad: int, in_order: bool) -> Tensor:
     lengths = (batch.x != pad).sum(1)
-    if in_order:
-        return lengths
-    if not batch.labelled:
-        return lengths.sort().values
-    order = sorted(range(len(lengths)), key=lambda i: (int(batch.y[i]), int(lengths[i])))
-    return lengths[order]
+    labels = batch.y if batch.labelled else torch.zeros_like(lengths)
+    return lengths if in_order else lengths[(labels * (lengths.max() + 1) + lengths).argsort()]

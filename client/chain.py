@@ -89,7 +89,7 @@ class Chain:
         bounded = False
         for part in _parts(self.links):
             bounded = bounded or part.bounds
-            if bounded and _noisy(part):
+            if bounded and (known := _alone(part)) is not None and known.noisy:
                 return True
         return False
 
@@ -146,34 +146,30 @@ class Chain:
         local = self.links.index(self.local)
         for i, link in enumerate(self.links):
             if i < local and _stateful(link):
-                raise ValueError(
-                    f"{type(link).__name__} keeps a state of finished updates, so it belongs after local_sgd"
-                )
+                raise ValueError(f"{_named(link, i)} keeps a state, so it belongs after local_sgd")
             if not is_per_example(link):
                 continue
             inner = link.inner if isinstance(link, per_example) else None
-            if isinstance(inner, BatchTransform) or _stateful(inner):
-                raise ValueError(f"{_named(link, i)} does not act on gradients: remove each = true")
-            if getattr(inner, "each", False):
-                raise ValueError(f"{_named(link, i)} already takes examples one by one: remove each = true")
+            if isinstance(inner, BatchTransform) or _stateful(inner) or getattr(inner, "each", False):
+                raise ValueError(f"{_named(link, i)} cannot act on single gradients: remove each = true")
             if i > local:
                 raise ValueError(f"{_named(link, i)} takes examples one by one, so it belongs before local_sgd")
             for j, nearer in enumerate(self.links[:i]):
                 if isinstance(nearer, UpdateTransform | BatchTransform) and not is_identity(nearer):
                     raise ValueError(
-                        f"{_named(link, i)} takes examples one by one, but {_named(nearer, j)} before it takes them together: "
-                        "move it behind, or give it each = true as well"
+                        f"{_named(nearer, j)} acts on the whole batch before {_named(link, i)}: use each = true"
                     )
 
     @property
     def local(self) -> "local_sgd":
-        """The chain's one `local_sgd` or `local_training`; ValueError when there is none or more than one."""
+        """The chain's one `local_sgd` or `local_training`.
+
+        Raises:
+            ValueError: there is none or more than one.
+        """
         found = [link for link in self.links if isinstance(link, local_sgd)]
         if len(found) != 1:
-            raise ValueError(
-                "a chain needs exactly one local_sgd or local_training, which turns gradients into an update; "
-                f"this one has {len(found)}"
-            )
+            raise ValueError(f"a chain needs exactly one local_sgd or local_training, this one has {len(found)}")
         return found[0]
 
 
@@ -199,11 +195,6 @@ def _stateful(link: Transform | None) -> bool:
 def _alone(link: Transform) -> UpdateDistribution | None:
     """Return a link's distribution for a known update."""
     return link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
-
-
-def _noisy(link: Link) -> bool:
-    known = _alone(link)
-    return known is not None and known.noisy
 
 
 def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rng: Generator | None) -> Batch | None:
@@ -239,5 +230,11 @@ def _named(link: Transform, place: int) -> str:
 
 
 def chain(*links: Transform) -> Chain:
-    """Compose transforms: `chain(clip(1.0), local_sgd(0.1))(gradient(model))` is a whole client."""
+    """Compose transforms: `chain(clip(1.0), local_sgd(0.1))(gradient(model))` is a whole client.
+
+    Example:
+        >>> from fedgauge.defenses.clip import clip
+        >>> chain(clip(1.0), local_sgd(0.1)).private
+        False
+    """
     return Chain(links)

@@ -46,7 +46,12 @@ class Tolerance:
 
 
 def tolerance(group: int, threshold: int) -> Tolerance:
-    """Return the tolerance of n clients with threshold t."""
+    """Return the tolerance of n clients with threshold t.
+
+    Example:
+        >>> tolerance(group=10, threshold=7).curious
+        5
+    """
     return Tolerance(group, threshold, threshold - 2, min(2 * threshold - group - 1, threshold - 2), group - threshold)
 
 
@@ -60,6 +65,9 @@ def check_threshold(group: int, least: int, colluders: int | None = None) -> Non
 
     Args:
         colluders: default: those that are promised.
+
+    Raises:
+        ValueError: a number is out of its range, or the threshold resists too few colluders.
     """
     if group < 2:
         raise ValueError(f"group must be at least 2, got {group}")
@@ -71,6 +79,5 @@ def check_threshold(group: int, least: int, colluders: int | None = None) -> Non
         raise ValueError(f"colluders must be in 0..{group - 2} (all but two of group = {group}), got {wanted}")
     if resisted < wanted:
         raise ValueError(
-            f"threshold = {least} of group = {group} resists {resisted} clients that help a server to falsify "
-            f"the list of dropouts, not {wanted}: set threshold = {(group + wanted) // 2 + 1}, or ask for colluders = {resisted}"
+            f"threshold = {least} resists {resisted} lying colluders, not {wanted}: set threshold = {(group + wanted) // 2 + 1}"
         )

@@ -152,30 +152,36 @@ def _has_path(hint: Any) -> bool:
 
 
 def build(
-    table: Table, where: str, kind: ComponentKind, offered: Mapping[str, Any] | None = None, beside: Sequence[str] = ()
+    table: Table,
+    where: str,
+    kind: ComponentKind,
+    offered: Mapping[str, Any] | None = None,
+    more_keys: Sequence[str] = (),
 ) -> Any:
     """Call the component a table names with the table's other keys as arguments.
 
     Args:
         where: the table's place, for messages, e.g. "[[chain]] #1".
         offered: values for parameters without a default, by name, e.g. model, shape.
-        beside: other valid keys of the table, for messages.
+        more_keys: other valid keys of the table, for messages.
 
     Raises:
         SpecError: an unknown name, an unknown or missing argument, a wrong type, a value that the component refuses, or a
             user's component that returns something else than it should.
     """
     arguments = {k: v for k, v in table.items() if k != "use"}
-    built = call_checked(resolve(table, where, kind), arguments, where, offered, beside)
+    built = call_checked(resolve(table, where, kind), arguments, where, offered, more_keys)
     if not isinstance(built, kind.outside or kind.type):
-        raise SpecError(
-            f"{where}: {table['use']!r} gave {type(built).__name__}, expected {kind.noun} ({_named(kind.type)})"
-        )
+        raise SpecError(f"{where}: {table['use']!r} gave {type(built).__name__}, expected {_named(kind.type)}")
     return built
 
 
 def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
-    """Call with checked arguments; errors name the table, and the line if it is in a user's code."""
+    """Call with checked arguments; errors name the table, and the line if it is in a user's code.
+
+    Raises:
+        SpecError: the component refuses its arguments, or a user's component fails.
+    """
     try:
         return target(**arguments)
     except Exception as error:
@@ -191,10 +197,10 @@ def call_checked(
     arguments: Table,
     where: str,
     offered: Mapping[str, Any] | None = None,
-    beside: Sequence[str] = (),
+    more_keys: Sequence[str] = (),
 ) -> Any:
     """`call` with arguments that `check_arguments` has checked and completed."""
-    return call(target, check_arguments(target, arguments, where, offered, beside), where)
+    return call(target, check_arguments(target, arguments, where, offered, more_keys), where)
 
 
 def own_line(error: BaseException) -> str:
@@ -210,7 +216,11 @@ def own_line(error: BaseException) -> str:
 
 @contextmanager
 def users_errors() -> Iterator[None]:
-    """Turn an exception that a user's own code raises into a SpecError; fedgauge's own faults keep their traceback."""
+    """Turn an exception that a user's own code raises into a SpecError; fedgauge's own faults keep their traceback.
+
+    Raises:
+        SpecError: code of a user's package raised.
+    """
     try:
         yield
     except Exception as error:
@@ -220,7 +230,11 @@ def users_errors() -> Iterator[None]:
 
 
 def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]:
-    """Return the function or class that a table's `use` names."""
+    """Return the function or class that a table's `use` names.
+
+    Raises:
+        SpecError: no such component, not allowed here, or not of this kind.
+    """
     name = table.get("use")
     if not isinstance(name, str) or not name:
         raise SpecError(f'{where}: needs use = "name", got {name!r}; {_choices("", kind)}')
@@ -244,22 +258,13 @@ def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]
         raise SpecError(f"{where}: {name!r} cannot be imported: {reason}") from error
     if not fits:
         types = " or ".join(map(_named, kind.outside or (kind.type,)))
-        raise SpecError(
-            f"{where}: {name!r} is not {kind.noun}: expected a subclass of {types}, or a function -> {types}"
-        )
+        raise SpecError(f"{where}: {name!r} is not {kind.noun}: expected {types}, or a function -> {types}")
     return typing.cast(Callable[..., Any], target)
-
-
-def package_of(table: Table, kind: ComponentKind) -> str:
-    """Return the top-level package of the component that a table names; "" where there is none."""
-    name = str(table.get("use", ""))
-    modules = [name.partition(":")[0]] if ":" in name else [e.module for e in kind.entries() if e.name == name]
-    return modules[0].split(".")[0] if modules else ""
 
 
 def is_own(table: Table, kind: ComponentKind) -> bool:
     """Check whether the component that a table names is fedgauge's own."""
-    return package_of(table, kind) == OWN
+    return any(entry.own and entry.name == table.get("use") for entry in kind.entries())
 
 
 def _entry(name: str, where: str, kind: ComponentKind) -> Entry:
@@ -288,9 +293,13 @@ def check_arguments(
     arguments: Table,
     where: str,
     offered: Mapping[str, Any] | None = None,
-    beside: Sequence[str] = (),
+    more_keys: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Arguments checked against a callable's signature and type hints, and completed from what is offered."""
+    """Arguments checked against a callable's signature and type hints, and completed from what is offered.
+
+    Raises:
+        SpecError: an argument is unknown, missing or of another type.
+    """
     offered = offered or {}
     label = target.__name__
     parameters = {name: p for name, p in inspect.signature(target).parameters.items() if p.kind is not p.VAR_KEYWORD}
@@ -299,7 +308,7 @@ def check_arguments(
     allowed = [name for name in parameters if name not in given]
     for name in arguments:
         if name not in allowed:
-            choices = ", ".join([*allowed, *(b for b in beside if b not in allowed)]) or "none"
+            choices = ", ".join([*allowed, *(b for b in more_keys if b not in allowed)]) or "none"
             raise SpecError(f"{where}: {label}() has no argument {name!r} (it has: {choices})")
     hints = _hints(target)
     checked: dict[str, Any] = {}
@@ -318,7 +327,11 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def coerce(value: Any, hint: Any, where: str) -> Any:
-    """Convert a value to its type hint (a float from an int, a tuple from a list); SpecError where it does not fit."""
+    """Convert a value to its type hint (a float from an int, a tuple from a list).
+
+    Raises:
+        SpecError: it does not fit.
+    """
     if hint is Any or hint is inspect.Parameter.empty:
         return value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -361,13 +374,16 @@ def spell(hint: Any) -> str:
     return {**names, list: "a list", Path: "a path"}.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def settings_of(kind: type[Settings], value: Any, where: str, beside: Sequence[str] = ()) -> Settings:
-    """A dataclass of settings from a table; SpecError where the table does not fit.
+def settings_of(kind: type[Settings], value: Any, where: str, more_keys: Sequence[str] = ()) -> Settings:
+    """A dataclass of settings from a table.
 
     Args:
-        beside: other valid keys of the table, for the message.
+        more_keys: other valid keys of the table, for the message.
+
+    Raises:
+        SpecError: the table does not fit.
     """
-    table, names = coerce(value, dict, where), [*beside, *inspect.signature(kind).parameters]
+    table, names = coerce(value, dict, where), [*more_keys, *inspect.signature(kind).parameters]
     if unknown := [key for key in table if key not in names]:
         raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join(names)})")
     found: Settings = call_checked(kind, table, where)

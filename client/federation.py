@@ -18,11 +18,16 @@ from fedgauge.client.components import ComponentKind, SpecError, build, call, ca
 from fedgauge.client.data.canary_examples import with_canary_examples
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
 from fedgauge.client.inspection.policy import InspectionPolicy
+from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.build import build_model
 from fedgauge.client.models.losses import (
+    FittedLoss,
     build_loss,
+    fitted_loss,
     is_cross_entropy,
     is_mean,
+    loss_of,
+    named_loss,
     per_example_accuracy,
     predicts_tokens,
     takes_probabilities,
@@ -56,6 +61,7 @@ from fedgauge.client.update import (
 
 DATASET = ComponentKind("a dataset", ("fedgauge.datasets",), Dataset, annotated=False)
 TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
+TRIED = 6  # public examples on which a loss is tried
 LOGITS = 2**24  # computed at once where a network is evaluated
 
 
@@ -70,7 +76,7 @@ class Federation:
         """The dataset, split among the clients; with canary examples, if the protocol has any."""
         table = self.protocol.data
         own = {"batch_size", "partition", "alpha", "shards_per_client", "auxiliary"}
-        dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET, beside=sorted(own))
+        dataset = build({k: v for k, v in table.items() if k not in own}, "[data]", DATASET, more_keys=sorted(own))
         try:
             dataset.check()
         except Exception as error:  # fields of a user's making may be of any type
@@ -92,20 +98,43 @@ class Federation:
         mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
         weights = coerce(table.pop("weights", None), str | None, "[model]: weights")
         model = build_model(
-            table, "[model]", self.shards.dataset.offered, self.protocol.seed, beside=("mode", "weights")
+            table, "[model]", self.shards.dataset.offered, self.protocol.seed, more_keys=("mode", "weights")
         )
         if weights is not None:
             call(load_weights, {"model": model, "path": Path(weights)}, "[model]: weights")
         return model.train(mode == "train")
 
-    @cached_property
+    @property
     def loss(self) -> Loss:
-        """The clients' loss: the mean over a batch of a function of logits and labels."""
-        loss = build_loss(self.protocol.loss, "[loss]", self.shards.dataset.classes)
-        if predicts_tokens(loss) == self.shards.dataset.labelled:
-            other = "cross_entropy" if self.shards.dataset.labelled else "next_token"
-            raise SpecError(f'[loss]: {self.protocol.loss["use"]} does not fit [data]: set use = "{other}"')
-        return loss
+        """The clients' loss: the mean over a batch of a function of the network's outputs and labels."""
+        return self._loss_and_kind[0]
+
+    @property
+    def label_kind(self) -> LabelKind:
+        """The kind of the examples' labels: one class, findings, numbers or none."""
+        return self._loss_and_kind[1]
+
+    @cached_property
+    def _loss_and_kind(self) -> tuple[Loss, LabelKind]:
+        table, data, public = self.protocol.loss, self.shards.dataset, self.shards.auxiliary_batch()
+        loss = named_loss(table, "[loss]")
+        if predicts_tokens(loss) == data.labelled:
+            other = "cross_entropy" if data.labelled else "next_token"
+            raise SpecError(f'[loss]: {table["use"]} does not fit [data]: set use = "{other}"')
+        wrong: SpecError | None = None
+        if not data.y.is_floating_point() and not isinstance(loss, FittedLoss):
+            try:
+                return build_loss(table, "[loss]", data.classes), LabelKind(public.y)
+            except SpecError as error:
+                wrong = error
+        some = Batch(*(t[:TRIED] for t in public))
+        x = data.normalise(some.x)
+        try:
+            with torch.no_grad(), evaluated(self.model):
+                outputs = self.model(x)
+        except Exception as error:  # a user's network may raise anything
+            raise wrong or SpecError(f"[model]: it fails on examples: {type(error).__name__}: {error}") from error
+        return fitted_loss(loss, table, "[loss]", (outputs, some.y, x), public.y, data.classes, wrong)
 
     @cached_property
     def chain(self) -> Chain:
@@ -124,12 +153,9 @@ class Federation:
             # examples at a link: those of a local step, behind local_sgd those of the round
             step = next((t.get("batch_size") for t in self.protocol.chain[i:] if t.get("use") in LOCAL_TRAININGS), None)
             offered["batch_size"] = min(step, whole) if isinstance(step, int) and step > 0 else whole
-            link = build(arguments, where, TRANSFORM, offered, beside=("each",))
+            link = build(arguments, where, TRANSFORM, offered, more_keys=("each",))
             if self.protocol.secure_sum and link.remembers:
-                raise SpecError(
-                    f"{where}: {table['use']} keeps a state, and the replay of a [secure_sum] cannot know every client's state: "
-                    "remove one of the two"
-                )
+                raise SpecError(f"{where}: {table['use']} keeps a state, which [secure_sum] cannot replay: remove one")
             links.append(per_example(link) if each else link)
         composed: Chain = Chain(tuple(links))
         call(composed.check, {}, "[[chain]]")
@@ -142,7 +168,7 @@ class Federation:
         steps = composed.links[: composed.links.index(local)]
         if whole % (local.batch_size or whole) and any(hasattr(link, "batch_size") for link in steps):
             raise SpecError(
-                f"[[chain]]: a link needs batches of one size: choose a batch_size that divides [data] batch_size {whole}"
+                f"[[chain]]: batch_size must divide [data] batch_size {whole}, as a link needs equal batches"
             )
         if local.remembers and any(composed.stays(name) for name, _ in self.model.named_parameters()):
             raise SpecError("[[chain]]: private_layers and scaffold cannot be combined: use local_sgd")
@@ -174,10 +200,11 @@ class Federation:
         """Refuse a link that makes probabilities of labels where the loss takes none."""
         examples = batch_of(self.shards.dataset.x, self.shards.dataset.y, torch.arange(2))
         batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, where)
-        if batch.y.is_floating_point() and not takes_probabilities(self.loss, self.shards.dataset.classes):
+        if batch.y.is_floating_point() and not takes_probabilities(
+            self.loss, self.shards.dataset.classes, self.label_kind
+        ):
             raise SpecError(
-                f"[loss]: {self.protocol.loss['use']} takes integer labels only, but {where} turns them into probabilities: "
-                "remove one of the two"
+                f"[loss]: {self.protocol.loss['use']} takes no probabilities as labels, which {where} makes"
             )
 
     @property
@@ -238,7 +265,7 @@ class Federation:
         others = [noise_free(link) for link in chain.links if link is not chain.local]
         norms = [m for m in self.model.modules() if isinstance(m, _BatchNorm) and m.training]
         one_step = chain.local.one_gradient and chain.local.batch_size in (None, self.shards.batch_size)
-        means = is_mean(self.loss, self.shards.dataset.classes)
+        means = is_mean(self.loss, self.shards.dataset.classes, self.label_kind)
         return one_step and means and not norms and all(map(is_identity, others))
 
     def client_update(
@@ -324,7 +351,9 @@ class Federation:
         return other
 
     def evaluate(self, params: Params, most: int | None = None, chunk: int = 500) -> tuple[float, float]:
-        """Accuracy (of the largest logit) and mean loss on the held-out test examples, with BatchNorm in eval mode.
+        """Accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
+
+        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; 0 without labels.
 
         Args:
             most: evaluate only so many test examples; default: all.
@@ -336,13 +365,14 @@ class Federation:
         with evaluated(self.model), torch.no_grad():
             for rows in every.split(chunk):
                 x, y = batch_of(dataset.x_test, dataset.y_test, rows)
-                logits = functional_call(self.model, params, (dataset.normalise(x),))
-                right += float(per_example_accuracy(logits, y).sum())
+                x = dataset.normalise(x)
+                logits = functional_call(self.model, params, (x,))
+                right += float(per_example_accuracy(logits, y, self.label_kind).sum())
                 if is_cross_entropy(self.loss):
                     loss += float(F.cross_entropy(logits, y, reduction="sum"))
                 else:  # this loss is a mean over each part
-                    loss += float(self.loss(logits, y)) * len(y)
-        return right / len(every), loss / len(every)
+                    loss += float(loss_of(self.loss, logits, y, x)) * len(y)
+        return max(right / len(every), 0.0), loss / len(every)
 
     def load_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Set the model's buffers to the server's values."""

@@ -72,7 +72,11 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def read_to(file: IO[bytes], size: int, most: int, path: Path) -> bytes:
-    """Read an open file of this size; OSError if that is more than `most` bytes."""
+    """Read an open file of this size.
+
+    Raises:
+        OSError: that is more than `most` bytes.
+    """
     if size > most:
         raise OSError(f"{path} has {size} bytes, and no such file has more than {most}")
     return file.read(size)

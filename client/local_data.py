@@ -33,7 +33,11 @@ def state_folder() -> Path:
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of an npz file; ValueError if it is missing or damaged."""
+    """Read the arrays of an npz file.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
     try:
         with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as stored:
             return {key: stored[key] for key in stored.files}

@@ -191,6 +191,13 @@ def local_training(
             number.
         max_norm: clips each step's gradient, as torch.nn.utils.clip_grad_norm_ does.
         proximal_mu: FedProx's proximal weight.
+
+    Example:
+        >>> local_training(0.1, examples=8, epochs=2, batch_size=4).steps
+        4
+
+    Raises:
+        ValueError: both steps and epochs are given, or a value is out of its range.
     """
     if steps is not None and epochs is not None:
         raise ValueError("steps and epochs both say how long to train: remove one of them")

@@ -20,13 +20,9 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     Attach it to training, `@app.train(mods=[as_mod(clip(1.0)), as_mod(gaussian(1e-3))])`; the last one in the
     list is nearest to the training. It expects one ArrayRecord in the message, and one with the same names in the reply.
 
-    Put a clip and its noise into one mod, `as_mod(chain(clip(1.0), gaussian(1e-3)))`, for an epsilon: between two mods the
-    weights are rounded to the app's dtype, and so the clipped update moves beyond its bound.
-
-    No defense acts on whole and complex numbers: they leave as the app replies with them.
-
-    An epsilon of clip and noise covers only these weights: not the app's metrics (loss, accuracy, number of examples), and not
-    the fact that it answers at all.
+    For an epsilon, put a clip and its noise into one mod, `as_mod(chain(clip(1.0), gaussian(1e-3)))`: between two mods weights
+    are rounded. The epsilon covers these weights, not the app's metrics or that it answers. Integers and complex numbers pass
+    unchanged.
 
     Args:
         transform: a defense of the finished update (an UpdateTransform, or a chain of them): a mod has no examples.
@@ -84,7 +80,11 @@ def _form(tensor: Tensor) -> tuple[torch.Size, bool]:
 
 
 def only_arrays(message: Message) -> tuple[str, ArrayRecord]:
-    """The one record of arrays in a message, and its name; ValueError if there is none or another."""
+    """The one record of arrays in a message, and its name.
+
+    Raises:
+        ValueError: there is none or another.
+    """
     records = dict(message.content.array_records)
     if len(records) != 1:
         raise ValueError(f"expected exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")

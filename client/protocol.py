@@ -110,6 +110,11 @@ class Protocol:
         loss: component table of what clients minimise.
         guard: what every client does about the weights that the server sends.
         canaries: which clients send a random direction in place of what they would train, or hold canary examples; None: none.
+
+    Example:
+        >>> tables = {"rounds": 1, "clients": 4, "data": {}, "model": {}, "chain": [], "secure_sum": {"group": 2}}
+        >>> Protocol.from_tables(tables).members(client=3, round=1)
+        (2, 3)
     """
 
     seed: int
@@ -132,7 +137,11 @@ class Protocol:
 
     @classmethod
     def from_tables(cls, spec: Table) -> "Protocol":
-        """From the protocol's tables of a scenario; SpecError names the table and what is wrong."""
+        """From the protocol's tables of a scenario; SpecError names the table and what is wrong.
+
+        Raises:
+            SpecError: a key is missing, unknown or out of its range.
+        """
         for key in ("rounds", "clients", "data", "model", "chain"):
             if key not in spec:
                 raise SpecError(f"the scenario needs {key!r}")

@@ -5,7 +5,6 @@ own in the same groups, in pyproject.toml.
 """
 
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -56,12 +55,6 @@ def _installed(group: str) -> tuple[Entry, ...]:
     # Python's path may show the same package twice: a set keeps one
     found = {Entry(e.name, group, e.value, (e.dist and e.dist.name) or "?") for e in metadata.entry_points(group=group)}
     return tuple(sorted(found, key=lambda e: (not e.own, e.name, e.package)))
-
-
-def unknown_groups(known: Collection[str]) -> list[Entry]:
-    """Find entries in groups that begin with our name but do not exist."""
-    groups = {g for g in metadata.entry_points().groups if g.startswith(f"{OWN}.")} - set(known)
-    return [entry for group in sorted(groups) for entry in entries(group)]
 
 
 def user_packages() -> tuple[str, ...]:

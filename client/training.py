@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.models.losses import loss_of
 from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
 
@@ -83,6 +84,12 @@ def gradient(
         normalise: applied to x before the model, so that a batch stays in [0, 1] pixels.
         track: whether BatchNorm in train mode updates its running statistics, as at a client; not at an attacker.
         plain: plain autograd at once. It does not work under vmap.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> batch = Batch(torch.tensor([[2.0]]), torch.tensor([[0.0]]))
+        >>> gradient(model, loss=lambda logits, y: (logits - y).sum())({"weight": torch.ones(1, 1)}, batch, None)
+        {'weight': tensor([[2.]])}
     """
 
     def compute(params: Params, batch: Batch, rng: Generator | None) -> Update:
@@ -92,7 +99,7 @@ def gradient(
             held = {} if track else _kept(model)
 
             def objective(at: Params) -> Tensor:
-                value = loss(functional_call(model, {**at, **held}, (x,)), batch.y)
+                value = loss_of(loss, functional_call(model, {**at, **held}, (x,)), batch.y, x)
                 for layer in layers:
                     value = value if layer.penalty is None else value + layer.penalty
                 return value
@@ -182,6 +189,10 @@ class local_sgd(Link):
         batch_size: examples a step; step t takes slice t of the round's batch, in order, then from the start again; the
             last slice may be smaller. Default: the whole batch in every step.
         proximal_mu: FedProx's proximal weight: mu * (theta - theta_global) is added to each step's gradient.
+
+    Example:
+        >>> local_sgd(rate=0.1, steps=4, batch_size=8).gradients(32)
+        4
     """
 
     rate: float

@@ -14,7 +14,7 @@ Update = dict[str, Tensor]
 
 
 class Batch(NamedTuple):
-    """Examples and labels: x (B, C, H, W) in [0, 1]; y (B,) int64, or at an attacker (B, classes) probabilities."""
+    """Examples and labels: x (B, C, H, W) in [0, 1]; y (B,) int64, or of another kind (client/labels.py)."""
 
     x: Tensor
     y: Tensor
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     @property
     def labelled(self) -> bool:
         """Check that each example has one label; otherwise its words are its labels."""
-        return self.y.dim() == 1
+        return self.y.dim() == 1 or self.y.is_floating_point()
 
 
 UpdateFn = Callable[[Params, Batch, Generator | None], Update]
@@ -31,7 +31,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def average(updates: Sequence[Update], weights: Sequence[float]) -> Update:
-    """The weighted mean of several updates (or other tensors) of the same names, in their dtypes."""
+    """The weighted mean of several updates (or other tensors) of the same names, in their dtypes.
+
+    Example:
+        >>> average([{"w": torch.tensor([1.0])}, {"w": torch.tensor([4.0])}], weights=[2, 1])
+        {'w': tensor([2.])}
+    """
     parts = [weight / sum(weights) for weight in weights]
     return {
         k: torch.stack([update[k] * part for update, part in zip(updates, parts, strict=True)]).sum(0).to(t.dtype)
@@ -53,6 +58,10 @@ def norm(update: Update) -> Tensor:
     """Euclidean norm over all entries of an update, a scalar of single precision or better; NaN with a NaN among them.
 
     It is safe to differentiate at zero.
+
+    Example:
+        >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+        tensor(5.)
     """
     squares = torch.stack([t.square().sum() for t in at_least_single(update).values()]).sum()
     return torch.where(squares > 0, torch.where(squares > 0, squares, 1.0).sqrt(), squares.detach())

@@ -85,12 +85,16 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
 
     Raises:
         NoGuarantee: the chain lacks clipping or noise, or another link undoes their guarantee.
+
+    Example:
+        >>> from fedgauge.client.chain import chain
+        >>> from fedgauge.client.training import local_sgd
+        >>> mechanism(chain(clip(1.0), local_sgd(0.1), gaussian(0.05)), batch_size=8).client
+        0.5
     """
     for name, layer in model.named_modules() if model is not None else ():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
-            raise NoGuarantee(
-                f"no epsilon: layer {name!r} (BatchNorm in train mode) mixes examples, and its statistics are sent without noise"
-            )
+            raise NoGuarantee(f"no epsilon: layer {name!r} (BatchNorm in train mode) sends statistics without noise")
     local, links = chain.local, list(_acting(chain))
     if not any(_width(link) > 0 for link, _ in links):
         raise NoGuarantee("the chain adds no noise that it declares, so it has no epsilon")
@@ -204,6 +208,9 @@ class Accountant:
         Args:
             secret: whether the draw of a round's examples is hidden from the server; if not, there is no amplification.
             entries: the most in an update, if updates of other networks also count; default: those of the federation's.
+
+        Raises:
+            NoGuarantee: no epsilon holds.
         """
         model, batch_size = federation.model, federation.shards.batch_size
         entries = sum(p.numel() for p in model.parameters()) if entries is None else entries
@@ -212,13 +219,17 @@ class Accountant:
         if fitted := federation.shards.dataset.fitted:
             raise NoGuarantee(f"no epsilon: {', '.join(fitted)} of [data] are computed from the examples; give them")
         if (guard := federation.inspection_policy).inspect != "off" and guard.examples is not False:
-            raise NoGuarantee(
-                "no epsilon: with examples = true in [guard] the examples decide whether a client answers"
-            )
+            raise NoGuarantee("no epsilon: with [guard] examples = true the examples decide whether a client answers")
         return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
     def spent(self, rounds: int, shard: int) -> PrivacySpent:
-        """The budget of a client that took part in this many rounds and holds this many records."""
+        """The budget of a client that took part in this many rounds and holds this many records.
+
+        Example:
+            >>> once = Mechanism("normal", record=4.0, client=4.0, uses=1, releases=1)
+            >>> round(Accountant(once, batch_size=8, delta=1e-5, entries=100).spent(rounds=10, shard=8).record, 1)
+            7.5
+        """
         m = self.mechanism
         part = self.batch_size / shard if m.sampled and shard > self.batch_size else 1.0
         return PrivacySpent(self._epsilon(rounds, m.record, m.uses, part), self.spent_of_client(rounds))

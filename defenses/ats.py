@@ -63,6 +63,10 @@ class ats(BatchTransform):
             training.
         invert_through: number of a draw; the attacker's form applies its differentiable operations. An attacker who
             guessed the draw then reconstructs the original. The clients' form does not change.
+
+    Example:
+        >>> len(ats("7-4-15", shape=(3, 32, 32)).draws)
+        8
     """
 
     policy: str | Sequence[int]
@@ -73,15 +77,11 @@ class ats(BatchTransform):
     def __post_init__(self) -> None:
         numbers = sorted(set(itertools.chain(*self.policies)))
         if unknown := [n for n in numbers if not 0 <= n < len(OPERATIONS)]:
-            raise ValueError(
-                f"policy {self} names operation {unknown[0]}: the published list numbers them 0 to {len(OPERATIONS) - 1}"
-            )
+            raise ValueError(f"policy {self} names operation {unknown[0]}, the last is {len(OPERATIONS) - 1}")
         if len(self.shape) != 3 or self.shape[0] not in (1, 3):
             raise ValueError(f"ATS augments images of 1 or 3 channels, (C, H, W); these have the shape {self.shape}")
         if self.invert_through is not None and not 0 <= self.invert_through < len(self.draws):
-            raise ValueError(
-                f"policy {self} has the draws 0 to {len(self.draws) - 1}; invert_through is {self.invert_through}"
-            )
+            raise ValueError(f"invert_through is {self.invert_through}, the last draw is {len(self.draws) - 1}")
 
     def __str__(self) -> str:
         return "+".join("-".join(map(str, numbers)) for numbers in self.policies)
@@ -94,9 +94,7 @@ class ats(BatchTransform):
         try:
             return tuple(tuple(int(number) for number in part.split("-")) for part in self.policy.split("+"))
         except ValueError:
-            raise ValueError(
-                f'a policy is written as numbers with hyphens, "7-4-15", several with +; got {self.policy!r}'
-            ) from None
+            raise ValueError(f'write a policy as "7-4-15", several with +; got {self.policy!r}') from None
 
     @property
     def draws(self) -> tuple[tuple[Policy, tuple[bool, ...]], ...]:

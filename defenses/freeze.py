@@ -17,6 +17,11 @@ class freeze(UpdateTransform):
     Args:
         model: the federation offers it.
         layers: names of layers or parameters; a layer includes everything within it: "conv" freezes "conv.0.weight".
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        >>> freeze(model, layers=["0"]).frozen("0.weight")
+        True
     """
 
     model: nn.Module = field(repr=False)

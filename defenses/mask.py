@@ -17,6 +17,10 @@ class mask(UpdateTransform):
     """Keep each entry with probability keep (0 < keep <= 1), else 0.
 
     seed: draws one public mask for all rounds and clients; default: a fresh mask each time, the client's secret.
+
+    Example:
+        >>> mask(0.5, seed=1).apply({"w": torch.ones(8)}, None)
+        {'w': tensor([0., 0., 0., 0., 0., 1., 1., 0.])}
     """
 
     keep: float

@@ -22,6 +22,11 @@ class mixup(BatchTransform):
     Args:
         alpha: above 0; small: mostly one of the two examples; 1: uniform weights.
         classes, batch_size: the federation offers them.
+
+    Example:
+        >>> batch = Batch(torch.rand(2, 1, 4, 4), torch.tensor([0, 1]))
+        >>> mixup(alpha=1.0, classes=2, batch_size=2).transform(batch, None).y.shape
+        torch.Size([2, 2])
     """
 
     alpha: float
@@ -60,10 +65,7 @@ class mixup(BatchTransform):
 
 def _check(examples: int) -> None:
     if examples < 2:
-        raise ValueError(
-            "mixup blends examples of one batch, and this batch has 1: raise batch_size (that of the local steps if mixup "
-            "comes before local_sgd)"
-        )
+        raise ValueError("mixup needs at least two examples in a batch: raise batch_size")
 
 
 def _blend(t: Tensor, other: Tensor, weight: Tensor) -> Tensor:

@@ -57,7 +57,12 @@ class identity(UpdateTransform):
 
 @dataclass(frozen=True)
 class gaussian(_Noise):
-    """Add normal noise of standard deviation sigma (>= 0), in the units of its place in the chain."""
+    """Add normal noise of standard deviation sigma (>= 0), in the units of its place in the chain.
+
+    Example:
+        >>> gaussian(0.1).update_distribution(UpdateDistribution()).sigma
+        0.1
+    """
 
     sigma: float
 
@@ -77,7 +82,12 @@ class gaussian(_Noise):
 
 @dataclass(frozen=True)
 class laplace(_Noise):
-    """Add Laplace noise of scale b (>= 0; standard deviation b * sqrt(2)), in the units of its place in the chain."""
+    """Add Laplace noise of scale b (>= 0; standard deviation b * sqrt(2)), in the units of its place in the chain.
+
+    Example:
+        >>> laplace(0.1).update_distribution(UpdateDistribution()).scale
+        0.1
+    """
 
     scale: float
 

@@ -28,6 +28,10 @@ class percentile_privacy(UpdateTransform):
         percentile: 0 to 100, of the absolute values of all entries; smaller ones become zero.
         gamma: above 0, the largest change of an entry in a step.
         steps: local steps in a round, at least 1.
+
+    Example:
+        >>> percentile_privacy(50.0, gamma=3.0).apply({"w": torch.tensor([1.0, -4.0, 2.0])}, None)
+        {'w': tensor([ 0., -3.,  2.])}
     """
 
     percentile: float = 10.0
@@ -163,6 +167,13 @@ def local_dp(epsilon: float, sensitivity: float = 1.0, delta: float = 1e-5) -> g
         epsilon: above 0, which the mod is asked for; fedgauge's accountant states what the noise really gives.
         sensitivity: at least 0, of the clipped update.
         delta: above 0 and below 1.
+
+    Example:
+        >>> round(local_dp(epsilon=1.0).sigma, 2)
+        4.84
+
+    Raises:
+        ValueError: a value is out of its range.
     """
     if not epsilon > 0 or not sensitivity >= 0 or not 0 < delta < 1:
         raise ValueError(f"epsilon = {epsilon}, sensitivity = {sensitivity}, delta = {delta}: one is out of its range")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.vision import require_positive
 from fedgauge.client.training import StochasticLayer
 
 
@@ -20,9 +21,16 @@ def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str
         latent: size of the code, >= 1.
         beta: weight of the code's Kullback-Leibler divergence (in bits) from the standard normal one in the loss, >= 0.
         before: name of a fully connected layer; default: the last one.
+
+    Example:
+        >>> defended = precode(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), latent=8)
+        >>> defended(torch.rand(1, 4)).shape
+        torch.Size([1, 2])
+
+    Raises:
+        ValueError: a value is out of its range, or the model has no such layer.
     """
-    if latent < 1:
-        raise ValueError(f"latent must be at least 1, got {latent}")
+    require_positive("latent", latent)
     if not beta >= 0:
         raise ValueError(f"beta must not be negative, got {beta}")
     if isinstance(model, LanguageModel):

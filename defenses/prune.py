@@ -12,7 +12,12 @@ from fedgauge.client.update import Update
 
 @dataclass(frozen=True)
 class prune(UpdateTransform):
-    """Keep a fraction keep (0 < keep <= 1) of each tensor's entries, the largest by magnitude."""
+    """Keep a fraction keep (0 < keep <= 1) of each tensor's entries, the largest by magnitude.
+
+    Example:
+        >>> prune(0.5).apply({"w": torch.tensor([1.0, -4.0, 2.0, 3.0])}, None)
+        {'w': tensor([ 0., -4.,  0.,  3.])}
+    """
 
     keep: float
 

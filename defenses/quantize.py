@@ -23,6 +23,10 @@ class quantize(UpdateTransform):
     Args:
         bits: per entry, with its sign: levels = 2^(bits - 1) - 1, so 8 bits give int8's -127 to 127; 2 to 16.
         kind: "qsgd": size is the tensor's Euclidean norm; "uniform": its largest magnitude.
+
+    Example:
+        >>> quantize(2, kind="uniform").apply({"w": torch.tensor([-4.0, 0.0, 4.0])}, None)
+        {'w': tensor([-4.,  0.,  4.])}
     """
 
     bits: int

@@ -51,6 +51,11 @@ class Refused(ValueError):
     """A client refuses a question that breaks the protocol or would reveal a secret."""
 
 
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise Refused(reason)
+
+
 class TooFewSurvivors(Refused):
     """Fewer clients are left than the threshold: there is no sum."""
 
@@ -112,6 +117,10 @@ class PairwiseMasking(SecureSum):
             only one sum, of t clients or more, if at most 2t - n - 1 clients help it. Default: more than two thirds, which
             fewer than a third of the group cannot break. No threshold helps against a server that forges clients' keys.
         colluders: helpers of a malicious server that the threshold must resist; default: all below a third.
+
+    Example:
+        >>> PairwiseMasking(group=5, clip=0.1).tolerance.dropouts
+        1
     """
 
     group: int
@@ -143,7 +152,11 @@ class PairwiseMasking(SecureSum):
     # ------------------------------------------------------------------------------------------------- fixed point
 
     def quantise(self, update: Vector, examples: int) -> Integers:
-        """An update (size,) as integers (size + 1,), times its number of examples, which is the last entry."""
+        """An update (size,) as integers (size + 1,), times its number of examples, which is the last entry.
+
+        Raises:
+            ValueError: an entry is not finite, or there are too many examples.
+        """
         if not 1 <= examples <= MOST_EXAMPLES:
             raise ValueError(f"the number of examples must be in 1..{MOST_EXAMPLES}, got {examples}")
         if not np.isfinite(update).all():
@@ -159,11 +172,14 @@ class PairwiseMasking(SecureSum):
     # --------------------------------------------------------------------------------------------------- the client
 
     def check(self, question: Mapping[str, Value]) -> None:
-        """ValueError unless the question is a step under these terms."""
-        if (terms := question.get("terms")) != self.terms:
-            raise Refused(f"the server's terms are {terms!r:.200}, this client's are {self.terms!r}")
-        if (step := question.get("step")) not in STEPS:
-            raise Refused(f"asked to {step!r:.60}, expected one of {', '.join(STEPS)}")
+        """Check that the question is a step under these terms.
+
+        Raises:
+            Refused: it is not.
+        """
+        terms, step = question.get("terms"), question.get("step")
+        _require(terms == self.terms, f"the server's terms are {terms!r:.200}, this client's are {self.terms!r}")
+        _require(step in STEPS, f"asked to {step!r:.60}, expected one of {', '.join(STEPS)}")
 
     def answer(self, state: Mapping[str, Value], question: Mapping[str, Value], train: Train) -> tuple[Record, Record]:
         """The client's side: its new state, and its answer.
@@ -182,8 +198,8 @@ class PairwiseMasking(SecureSum):
         member = ClientSession.kept(state)
         if member is None or member.session != session:
             raise Refused(f"asked to {step} in a session that this client is not in")
-        if (member.step, step) not in {*pairwise(STEPS)}:
-            raise Refused(f"asked to {step} after {member.step}: each question is answered once, in its order")
+        in_order = (member.step, step) in {*pairwise(STEPS)}
+        _require(in_order, f"asked to {step} after {member.step}: each question is answered once, in its order")
         if step == "share":
             return self._share(member, cast(list[bytes], question["keys"]))
         if step == "mask":
@@ -199,13 +215,10 @@ class PairwiseMasking(SecureSum):
         """Shares of both secrets for all clients, each encrypted for its receiver."""
         count = len(keys) // 2
         own = [public_key(member.cipher_key), public_key(member.mask_key)]
-        if not 2 * self.least <= len(set(keys)) == len(keys) == 2 * count <= 2 * self.group:
-            raise Refused(
-                f"expected different keys, two each, of {self.least} to {self.group} clients, got {len(keys)} keys"
-            )
+        distinct = 2 * self.least <= len(set(keys)) == len(keys) == 2 * count <= 2 * self.group
+        _require(distinct, f"expected different keys of {self.least} to {self.group} clients, got {len(keys)} keys")
         numbers = [n for n in range(1, count + 1) if keys[2 * n - 2 : 2 * n] == own]
-        if not numbers:
-            raise Refused("this client's own keys are not among those that the server passes on")
+        _require(bool(numbers), "this client's own keys are not among those that the server passes on")
         context = hashlib.sha256(repr((self.terms, member.session, keys)).encode()).digest()
         seed = secrets.token_bytes(SECRET)
         member = replace(member, step="share", seed=seed, number=numbers[0], keys=tuple(keys), context=context)
@@ -221,8 +234,8 @@ class PairwiseMasking(SecureSum):
         """The vector with its own mask and the masks of the pairs with all clients that sent shares."""
         others = sorted(sealed)
         count = len(member.keys) // 2
-        if member.number in sealed or not set(others) <= set(range(1, count + 1)):
-            raise Refused(f"expected shares of others among clients 1..{count}, got them of {others}")
+        known = set(range(1, count + 1)) - {member.number}
+        _require(set(others) <= known, f"expected shares of others among clients 1..{count}, got them of {others}")
         self._check_enough(len(others) + 1)
         shares = [_opened(member, n, sealed[n]) for n in others]
         masked = self.quantise(*train())
@@ -237,12 +250,10 @@ class PairwiseMasking(SecureSum):
     def _confirm(self, member: ClientSession) -> tuple[Record, Record]:
         """Return a tag for each other survivor, which confirms this client's list of survivors and dropouts."""
         asked = sorted([*member.survivors, *member.dropped])
-        if asked != sorted(
-            member.senders
-        ):  # nor is one client both, whose two secrets together would unmask its update
-            raise Refused(f"asked to confirm clients {asked}; those who share are {sorted(member.senders)}")
-        if member.number not in member.survivors:
-            raise Refused("the server says that this client dropped out, but still asks it")
+        sharing = sorted(member.senders)
+        # nor is one client in both lists, as its two secrets together would unmask its update
+        _require(asked == sharing, f"asked to confirm clients {asked}; those who share are {sharing}")
+        _require(member.number in member.survivors, "the server says that this client dropped out, but still asks it")
         self._check_enough(len(member.survivors))
         tags = {n: _tag(member, n, sends=True) for n in member.survivors if n != member.number}
         return member.to_record(), {"receivers": list(tags), "tags": list(tags.values())}

@@ -11,7 +11,13 @@ from fedgauge.client.update import Update
 
 @dataclass(frozen=True)
 class sign(UpdateTransform):
-    """Every entry becomes -scale, 0 or scale; scale > 0."""
+    """Every entry becomes -scale, 0 or scale; scale > 0.
+
+    Example:
+        >>> import torch
+        >>> sign(0.5).apply({"w": torch.tensor([-3.0, 0.0, 2.0])}, None)
+        {'w': tensor([-0.5000,  0.0000,  0.5000])}
+    """
 
     scale: float = 1.0
 

@@ -48,9 +48,7 @@ class soteria(Link):
         if self.layer is None and linears:
             object.__setattr__(self, "layer", max(linears, key=lambda name: linears[name].weight.numel()))
         if self.layer not in linears:
-            raise ValueError(
-                f"the model lacks the fully connected layer {self.layer or ''} (it has: {', '.join(linears)})"
-            )
+            raise ValueError(f"the model has no fully connected layer {self.layer!r} (it has: {', '.join(linears)})")
 
     @property
     def weight(self) -> str:
@@ -101,7 +99,5 @@ class soteria(Link):
         with layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])):
             functional_call(self.model, params, (x,))
         if len(seen) != 1 or seen[0].dim() != 2:
-            raise ValueError(
-                f"soteria needs a layer that gets one vector for each example, once; {self.layer!r} does not"
-            )
+            raise ValueError(f"soteria needs one vector for each example at layer {self.layer!r}")
         return seen[0]

@@ -94,8 +94,7 @@ class _Reply:
         if message.has_error():
             return cls(asked, node, ((message.error.reason or "").strip() or "error").splitlines()[-1])
         records = [record for record in message.content.values() if isinstance(record, MetricRecord)]
-        numbers = {k: v for r in records for k, v in r.items() if isinstance(v, int | float)}
-        return cls(asked, node, None, _arrays(message.content), numbers)
+        return cls(asked, node, None, _arrays(message.content), {k: v for r in records for k, v in _numbers(r).items()})
 
     @property
     def size(self) -> int:
@@ -142,6 +141,7 @@ class AppRecorder:
         self._clients: dict[int, int] = {}  # by node, in the order in which nodes are first asked to train
         self._open: dict[int, list[_Sent]] = defaultdict(list)  # messages without a reply, by node
         self._counts = _RoundNumbers()
+        self._recorded: dict[int, int] = {}  # by the app's number of a round, the latest round for it
         self._written: dict[int, tuple[Arrays, str]] = {}  # by round, the weights in its file and the file's digest
         self._seen: dict[int, dict[int, Participation]] = {}  # by round and client, to be entered
         self._tests: list[tuple[float, float | None, float | None]] = []  # of the round: examples, accuracy, loss
@@ -179,6 +179,11 @@ class AppRecorder:
             self.close("failed" if isinstance(error, Exception) else "interrupted")
             raise
         self.close()
+
+    def evaluated(self, metrics: Mapping[int, MetricRecord]) -> None:
+        """Record what the app's server computed on its own, by the app's rounds."""
+        figures = {round: test_figures(_numbers(record)) for round, record in metrics.items()}
+        self.later("evaluation", partial(self._enter_figures, figures))
 
     def flush(self) -> None:
         """Wait until what has passed so far is written."""
@@ -243,8 +248,10 @@ class AppRecorder:
             self._clients.setdefault(sent.node, len(self._clients))
             if sent.round > self._round:
                 self._round, self._tests, self._began, self._cost = sent.round, [], time.perf_counter(), 0.0
-            if sent.given not in (None, sent.round):
-                self.warn("rounds", f"the app's round {sent.given} is recorded as round {sent.round}")
+            if sent.given is not None:
+                self._recorded[sent.given] = sent.round
+                if sent.round != sent.given:
+                    self.warn("rounds", f"the app's round {sent.given} is recorded as round {sent.round}")
         self._open[sent.node].append(sent)
 
     def note_reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
@@ -342,6 +349,15 @@ class AppRecorder:
             self._ledger.set_meta(nodes=json.dumps(nodes))
             accuracy, loss = (_mean([(test[0], test[place]) for test in self._tests]) for place in (1, 2))
             self._ledger.record_round(self._round, accuracy, loss, time.perf_counter() - self._began, self._cost)
+
+    def _enter_figures(self, figures: Mapping[int, tuple[float | None, float | None]]) -> None:
+        """Enter the server's own accuracy and loss, by the app's rounds, in place of its clients'."""
+        self._flush()
+        rows = {row["round"]: row for row in self._ledger.rounds()}
+        for given, (accuracy, loss) in figures.items():
+            if (row := rows.get(self._recorded.get(given, given))) is not None:
+                tested = row["accuracy"] if accuracy is None else accuracy, row["loss"] if loss is None else loss
+                self._ledger.record_round(row["round"], *tested, row["seconds"], row["intercept_seconds"])
 
     def _close(self, state: str) -> None:
         try:
@@ -512,6 +528,10 @@ def _tensors(arrays: Arrays) -> dict[str, Tensor]:
         except Exception as error:  # a client's bytes can raise anything
             raise ValueError(f"array {name[:60]!r} cannot be read: {error}"[:200]) from error
     return tensors
+
+
+def _numbers(metrics: MetricRecord) -> dict[str, float]:
+    return {k: v for k, v in metrics.items() if isinstance(v, int | float)}
 
 
 def _mean(weighted: Sequence[tuple[float, float | None]]) -> float | None:

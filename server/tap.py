@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 
 from fedgauge.client import toml_text
 from fedgauge.server.app_recorder import AppRecorder, Exchange, say
@@ -140,10 +140,13 @@ def _started(
         return start(*args, **options)
     tapped_grid = tapped(grid, recorder)
     with recorder.training():
-        return start(
+        result = start(
             *(tapped_grid if arg is grid else arg for arg in args),
             **{k: tapped_grid if arg is grid else arg for k, arg in options.items()},
         )
+        if isinstance(result, Result):
+            recorder.evaluated(result.evaluate_metrics_serverapp)
+        return result
 
 
 class Tap:

@@ -87,6 +87,16 @@ def test_they_are_trained_on_and_attacked(folder: Path) -> None:
     assert sum(gained) / len(gained) > 10, found  # dB; the attack knows the defenses
 
 
+def test_the_findings_of_the_guide_are_restored_exactly(folder: Path) -> None:
+    data, loss = {"use": "mine:findings", "auxiliary": 100}, {"use": "binary_cross_entropy"}
+    with allowing(["mine"], [folder]):
+        plain = replace(loaded(folder).protocol, data=data, loss=loss, chain=({"use": "local_sgd", "rate": 0.1},))
+        source = FederationSource(Federation(plain).check())
+        (result,) = Auditor(source).audit(PlannedAttack("analytic", {"use": "analytic"}), source.wave())
+    scores = {row.metric: row.value for row in result.rows}
+    assert scores["label_f1"] == 1 and scores["psnr"] > 60
+
+
 @pytest.mark.parametrize(
     ("use", "package"),
     [

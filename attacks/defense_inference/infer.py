@@ -121,7 +121,7 @@ class UpdateEvidence:
         return [layer_parameters(name)[0] for name, m in self.model.named_modules() if isinstance(m, nn.Linear)]
 
     def live(self, update: Update) -> dict[str, Tensor]:
-        """Entries that are never zero without a defense, judged by their neighbours and not by the entries themselves."""
+        """Entries that are never zero without a defense, by the values of their neighbours."""
         # the update by one example is one row times one column: zero in whole rows and columns only
         names = self.linear if self.rows == 1 else [layer_parameters(last_linear(self.model))[0]] if self.linear else []
         none = {name: torch.zeros_like(t, dtype=torch.bool) for name, t in update.items()}

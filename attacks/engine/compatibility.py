@@ -28,6 +28,7 @@ from fedgauge.attacks.engine.computation import containers, error_line, run, und
 from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
 from fedgauge.attacks.problem import Problem, Unattackable, refuse
+from fedgauge.client.models.losses import loss_of
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Params, Update
@@ -255,7 +256,11 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
     key = (one_pass, examples, steps, known.shape, known.classes, known.loss, like.dtype, like.device, states)
     found = _chosen.setdefault(known.model, {})
     if key not in found:
-        y = (torch.arange(PROBLEMS * examples, device=like.device) % known.classes).view(PROBLEMS, examples)
+        y = (
+            known.label_kind.trial(PROBLEMS * examples, known.classes)
+            .to(like.device)
+            .unflatten(0, (PROBLEMS, examples))
+        )
         weights = {k: torch.randn(p.shape, generator=rng).to(like) for k, p in params.items()}
         try:
             refuse(lookup_problem(known.model, params, x[0]))
@@ -277,7 +282,7 @@ def doubled(known: Knowledge) -> Knowledge:
     except Exception as error:  # a user's object may raise anything
         why = f"cannot be copied ({error_line(error)}), and float64 needs a copy"
         remedy = "set double = false, or keep what cannot be copied out of the module"
-        raise Unattackable(Problem("copy", "the model", why, remedy)) from error
+        refuse(Problem("copy", "the model", why, remedy))
     return replace(known, model=model, loss=loss)
 
 
@@ -340,7 +345,7 @@ def _reads_values(way: Differentiation, trial: _Trial) -> bool:
     known = trial.known
 
     def one(x: Tensor, y: Tensor) -> Tensor:
-        return known.loss(functional_call(known.model, trial.params, (x,)), y)
+        return loss_of(known.loss, functional_call(known.model, trial.params, (x,)), y, x)
 
     try:
         with way(), torch.no_grad(), undisturbed(known.model, trial.x.device), _rules_alone():

@@ -118,16 +118,12 @@ class Descent:
     ended: Tensor
 
 
-Callback = Callable[[Descent, Tensor], None]  # the state of all problems, and which of them have moved
-
-
 def minimise(
     evaluate: Evaluate,
     start: Tensor,
     allowed: Tensor,
     settings: lbfgs,
     over: Callable[[], bool] = lambda: False,
-    watch: Callback = lambda at, moved: None,
 ) -> Descent:
     """L-BFGS until each problem has spent its evaluations or ended; an ended problem costs nothing more.
 
@@ -135,13 +131,11 @@ def minimise(
         start: (P, D).
         allowed: (P,) evaluations for each, at least 1.
         over: called between steps; True ends the search.
-        watch: called with all problems at the start, and after each step with those that took it.
     """
     everyone = torch.arange(len(start), device=start.device)
     f, g = evaluate(start, everyone)
     lost = ~f.isfinite() | ~g.isfinite().all(1) | (g.abs().amax(1) == 0)
     descent = Descent(start.clone(), f, g, torch.ones_like(everyone), lost)
-    watch(descent, everyone)
     memory = _LBFGSHistory(settings.history, start)
     marks, steps = descent.f.clone(), torch.zeros_like(everyone)
     while not over():
@@ -154,7 +148,6 @@ def minimise(
         judged = live[steps[live] % STRIDE == 0]
         descent.ended[judged] |= (marks[judged] - descent.f[judged]) <= settings.plateau * marks[judged].abs()
         marks[judged] = descent.f[judged]
-        watch(descent, live)
     return descent
 
 

@@ -54,7 +54,11 @@ class _Stack:
 
     @classmethod
     def of(cls, known: Knowledge) -> "_Stack":
-        """The stack by the values that its layers hand on; ValueError if it cannot be inverted."""
+        """The stack by the values that its layers hand on.
+
+        Raises:
+            ValueError: it cannot be inverted.
+        """
         reads = dense_input_layer(known.model, known.shape, biased=False)
         layers, activations = [reads.call], []
         for above in reads.follows:

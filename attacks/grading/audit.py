@@ -33,10 +33,8 @@ from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
-NO_MEMBERS = (
-    "the batches are not here: who owns the data hands them in by fedgauge audit RUN --truth FOLDER, or simulates"
-)
-NOT_FINITE = "scores are not finite, as the update is not, or makes the model fail, or the weights are too large"
+NO_MEMBERS = "the private batches are missing: their owner supplies them by fedgauge audit RUN --truth FOLDER"
+NOT_FINITE = "scores are not finite: the update is zero or not finite, or the model fails with these weights"
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +90,7 @@ class Auditor:
     @cached_property
     def grader(self) -> Grader:
         """Pairs and measures reconstructions of this federation's data."""
-        return Grader(self.modality, self.source.auxiliary.x, self.metrics)
+        return Grader(self.modality, self.source.auxiliary.x, self.metrics, self.federation.label_kind)
 
     # ------------------------------------------------------------------------------------------ what the attacker knows
 

@@ -32,7 +32,8 @@ class Baseline(Attack):
             guesses = self.guesses(known.public, wave, known, streams)
         except ValueError as error:
             return not_applicable(wave, str(error))
-        return [Reconstruction(x.clone(), None, 0.0, 0, 0.0, "converged") for x in guesses]
+        y = known.label_kind.guess(known.batch_size)
+        return [Reconstruction(x.clone(), y, 0.0, 0, 0.0, "converged") for x in guesses]
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
     modality = modality_of(fed.shards.dataset)
     auxiliary = modality.auxiliary(planned.images(), len(fed.shards.auxiliary))
     if planned.is_baseline:
-        told = "the true labels (in a deployment, the restored ones), " if planned.labels == "given" else ""
-        return f"{told}{auxiliary} and nothing else"
+        labels = "the true labels (in a deployment, the restored ones), " if planned.labels == "given" else ""
+        return f"{labels}{auxiliary} and nothing else"
     links = " > ".join(map(describe, fed.protocol.chain))
     batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update"
     if (sums := fed.protocol.secure_sum) is not None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -13,9 +13,9 @@ from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import (
     AUGMENTED,
     Metric,
-    label_accuracy,
 )
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, came_back, wrong_client
+from fedgauge.client.labels import LabelKind
 from fedgauge.client.update import Batch
 
 
@@ -27,11 +27,13 @@ class Grader:
         modality: decides how examples are paired and which metrics they get.
         gallery: public examples (N, ...), for identification.
         only: the names of the metrics; default: all that apply.
+        label_kind: decides how restored labels are scored.
     """
 
     modality: Modality
     gallery: Tensor
     only: Collection[str] | None = None
+    label_kind: LabelKind = field(default_factory=LabelKind)
 
     @cached_property
     def metrics(self) -> list[Metric]:
@@ -68,8 +70,9 @@ class Grader:
             return ScoreRecord(round, client, attack, example, metric, value, result.status, result.seconds)
 
         rows = []
-        if result.y is not None and truth.labelled:
-            rows.append(row(WHOLE_BATCH, "label_accuracy", label_accuracy(truth.y, result.y)))
+        if result.y is not None and truth.labelled and self.only is None:
+            scores = self.label_kind.scores(truth.y, result.y)
+            rows += [row(WHOLE_BATCH, name, value) for name, value in scores.items()]
         if result.x is None or not came_back(result.x):
             rows += [row(i, metric.name, None) for metric in self.metrics for i in range(len(truth.y))]
             return result, rows, torch.empty(0, dtype=torch.int64)
@@ -87,8 +90,7 @@ class Grader:
                 if (name := metric.name + AUGMENTED) in self.modality.measured:
                     rows += [row(i, name, v) for i, v in enumerate(metric(augmented.x, nearest).double().tolist())]
         y, confidence = (None if t is None else t[order] for t in (result.y, result.confidence))
-        trace = None if result.trace is None else replace(result.trace, x=result.trace.x[:, order])
-        placed = replace(result, x=x, y=y, trace=trace, confidence=confidence)
+        placed = replace(result, x=x, y=y, confidence=confidence)
         whole = self.modality.of_batch(paired, placed)
         rows += [row(WHOLE_BATCH, name, v) for name, v in whole.items() if self.only is None or name in self.only]
         return placed, rows, torch.full((len(result.x),), -1).index_put((order,), own)
@@ -109,8 +111,7 @@ def ungraded_rows(
 
     objective = result.objective if math.isfinite(result.objective) else None
     rows = [row(client, attack, WHOLE_BATCH, OBJECTIVE, objective)]
+    graded = [(client, attack), *([] if other is None else [(other, wrong_client(attack))])]
     if not came_back(result.x):
-        rows += [row(client, attack, i, metric, None) for i in range(examples)]
-        if other is not None:
-            rows += [row(other, wrong_client(attack), i, metric, None) for i in range(examples)]
+        rows += [row(whose, name, i, metric, None) for whose, name in graded for i in range(examples)]
     return rows

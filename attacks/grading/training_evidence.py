@@ -90,8 +90,8 @@ def _unreadable(fed: Federation, seen: Observation) -> str:
         return f"the update lacks {sorted(missing)[0]}"
     if fed.protocol.secure_sum is not None:
         return "the server sees only sums of clients"
-    beside = [link for link in fed.chain.links if link is not fed.chain.local and not hasattr(link, "frozen")]
-    if not all(map(is_identity, beside)):
+    others = [link for link in fed.chain.links if link is not fed.chain.local and not hasattr(link, "frozen")]
+    if not all(map(is_identity, others)):
         return "the chain also has a defense"
     if reason := modality_of(fed.shards.dataset).hides_training:
         return reason

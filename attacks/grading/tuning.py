@@ -1,9 +1,8 @@
 """Tuning without the truth: an attack is tried on shadow updates of auxiliary images, and the best settings attack the clients.
 
-Shadow updates go through the clients' own chain, at the weights of the round. So the attacker learns which prior fits this
-noise, this network and this moment of the training, and reads no private update for it. All candidates meet the same shadow
-updates: first each for a few iterations, then the given attack and the best of the others for most of
-them, as what is ahead early need not be ahead at the end.
+Shadow updates pass the clients' own chain at the weights of the round. So the attacker learns which prior fits this noise, this
+network and this stage of the training without reading a private update. All candidates get the same shadow updates: first each
+for a few iterations, then the given attack and the best of the others for most of them, since an early lead may not last.
 """
 
 from collections.abc import Callable
@@ -21,13 +20,14 @@ from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.grading.scores import Grader
 from fedgauge.attacks.modality.base import Modality
+from fedgauge.client.labels import ordered
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
 FIRST = 0.08  # of the attack's iterations, for the first look at a candidate
 LAST = 0.5  # of them, for the best; with six candidates and four observations a round half of the attack's cost
 SIX = 6  # candidates; more share what six have
-PER_SHADOW = 4  # observations of a round for each shadow update: who attacks more may spend more
+PER_SHADOW = 4  # observations of a round for each shadow update
 MOST = 16  # examples of the shadow updates, which are two at least where the round pays for them
 FEWEST = 5  # iterations in which a candidate shows anything
 VERSION = 8  # of the cached choices; to be changed when they are made in another way
@@ -38,7 +38,7 @@ class Tuning:
     """Tuning of an attack for one round.
 
     Args:
-        observations: that the attack meets in the round.
+        observations: attacked in the round.
         seed, round: of the attacker's randomness.
         cache: where choices are kept, so that all waves of a round share one.
     """
@@ -106,9 +106,9 @@ class Tuning:
         parts = list(simulated)
         update = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
         shadow = Wave(wave.round, tuple(range(shadows)), wave.params, update, wave.buffers)
-        given = None if known.labels is None else y.sort(1).values
+        given = None if known.labels is None else torch.stack([ordered(own) for own in y])
         threat, truth = replace(known, auxiliary=rest, labels=given), (x.to(CPU), y.to(CPU))
-        grader = Grader(self.modality, truth[0])
+        grader = Grader(self.modality, truth[0], label_kind=known.label_kind)
         streams = [partial(generator, self.seed, "tuning", self.round, s) for s in range(shadows)]
 
         def score(attack: Attack, iterations: int) -> float:

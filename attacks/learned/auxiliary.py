@@ -22,7 +22,7 @@ class Auxiliary:
 
     Args:
         size: how many; default: all that the other arguments allow.
-        classes: only images of these classes, out of distribution for clients with others; default: of all.
+        classes: only images of these classes (empty: of all), out of distribution for clients with others.
         beta: if classes are chosen, the share of images of the other classes.
         pseudo: how many additional pseudo-images, with uniformly drawn labels.
         transform: pseudo-images are normal and independent in each coefficient of the cosine transform, or in each pixel.
@@ -100,7 +100,11 @@ def cosine_matrix(n: int) -> Tensor:
 
 
 def auxiliary_of(known: Knowledge, least: int = 1) -> Batch:
-    """The attacker's auxiliary examples; ValueError if they are too few or of another shape than the clients'."""
+    """The attacker's auxiliary examples.
+
+    Raises:
+        ValueError: they are too few or of another shape than the clients'.
+    """
     found = known.auxiliary
     if found is None or tuple(found.x.shape[1:]) != tuple(known.shape) or len(found.x) < least:
         got = "none" if found is None else f"{len(found.x)} of shape {tuple(found.x.shape[1:])}"

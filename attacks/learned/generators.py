@@ -137,7 +137,11 @@ class GeneratorTraining:
     noise: float = 0.1
 
     def decoder(self, known: Knowledge) -> Decoder:
-        """The decoder, trained now or cached; ValueError if there are no images of the right shape."""
+        """The decoder, trained now or cached.
+
+        Raises:
+            ValueError: there are no images of the right shape.
+        """
         x = auxiliary_of(known).x
         if min(known.shape[1:]) < 4:
             raise ValueError(f"a generator needs images of at least 4 x 4 pixels, got {known.shape[1:]}")

@@ -169,7 +169,11 @@ class ShadowTrainer:
 
     @cached_property
     def columns(self) -> int:
-        """Columns of a row; ValueError if the training data do not fit into memory."""
+        """Columns of a row.
+
+        Raises:
+            ValueError: the training data do not fit into memory.
+        """
         columns = self.view.buckets or self.entries
         rows = self.passes * (len(self.split[0]) // self.known.batch_size) * self.each
         available = free_bytes(self.device)

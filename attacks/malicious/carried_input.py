@@ -215,7 +215,11 @@ class _Path:
         return cls(layers[0], tuple(stages), known.shape)
 
     def image(self, inputs: Tensor, params: Params) -> Tensor:
-        """The network's input (n, pixels), from the classifier's inputs; ValueError where a convolution mixes colours."""
+        """The network's input (n, pixels), from the classifier's inputs.
+
+        Raises:
+            ValueError: a convolution mixes colours.
+        """
         colours, height, width = self.shape
         image = inputs.view(len(inputs), -1, height * width)[:, :colours]
         for conv, activation in reversed(self.stages):

@@ -45,7 +45,11 @@ class LayerRows:
 
     @classmethod
     def of(cls, update: Update, layer: str) -> "LayerRows":
-        """The rows in an update; ValueError where nothing can be read from them."""
+        """The rows in an update.
+
+        Raises:
+            ValueError: nothing can be read from them.
+        """
         weight, bias = (-update[f"{layer}.{part}"].double() for part in ("weight", "bias"))
         if not bool(bias.any()):
             raise ValueError(f"the gradient of {layer!r} is zero: it reveals nothing of this batch")

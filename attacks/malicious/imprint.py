@@ -67,7 +67,11 @@ def imprint_block(model: nn.Module, shape: Shape, bins: int = 64) -> SortingBloc
 
 
 def sorting_block(known: Knowledge, bins: int | None = None, members: int = 0) -> tuple[str, SortingBlock]:
-    """The block, after its prefix in parameter names; ValueError where the network lacks it, or one of such a size."""
+    """The block, after its prefix in parameter names.
+
+    Raises:
+        ValueError: the network lacks it, or one of such a size.
+    """
     for name, block in known.model.named_modules():
         if not isinstance(block, SortingBlock) or bool(block.members) != bool(members):
             continue

@@ -74,7 +74,11 @@ class LinearEstimate:
 
 
 def public_images(known: Knowledge) -> Tensor:
-    """Public images (n, C, H, W) in pixels; ValueError where there are too few."""
+    """Public images (n, C, H, W) in pixels.
+
+    Raises:
+        ValueError: there are too few.
+    """
     check_images(known.shape)
     public = known.auxiliary
     if public is None or len(public.y) < LEAST:

@@ -55,7 +55,11 @@ class _Head(NamedTuple):
 
     @classmethod
     def of(cls, known: Knowledge) -> "_Head":
-        """The head; ValueError where there is none."""
+        """The head.
+
+        Raises:
+            ValueError: there is none.
+        """
         calls = layer_calls(known.model, known.shape)
         for first, second in pairwise(calls):
             if first.dense:

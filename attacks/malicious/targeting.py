@@ -52,7 +52,7 @@ class TargetedServerAttack:
         """From a [[server_attack]] table; SpecError says what is wrong with it."""
         own = tuple(f.name for f in fields(Targeting))
         component = {k: v for k, v in table.items() if k not in own}
-        build(component, where, SERVER_ATTACK, beside=own)
+        build(component, where, SERVER_ATTACK, more_keys=own)
         arguments = check_arguments(Targeting, {k: v for k, v in table.items() if k in own}, where)
         targeting: Targeting = call(Targeting, arguments, where)
         for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1), ("all_but", 0, clients - 1)):
@@ -81,7 +81,11 @@ def _listed(noun: str, numbers: Sequence[int]) -> str:
 
 
 def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
-    """Craft each server attack's weights once before anything starts; SpecError where the network lacks what it needs."""
+    """Craft each server attack's weights once before anything starts.
+
+    Raises:
+        SpecError: the network lacks what it needs.
+    """
     params, _ = fed.initial()
     known, taken = public_knowledge(fed), set[tuple[int, int]]()
     for i, targeted in enumerate(plan, 1):

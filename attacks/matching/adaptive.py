@@ -11,7 +11,6 @@ from fedgauge.attacks.engine.distances import Distance, cosine, left_out, visibl
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import unrolled
 from fedgauge.attacks.matching.recipes import inverting_gradients
-from fedgauge.client.components import check_at_least
 from fedgauge.client.update import Batch
 
 
@@ -26,21 +25,12 @@ class leave_layer_out(Attack):
         columns: match the layer's nonzero columns, which are unchanged if one mask was drawn for the round and no other
             defense changed them.
         tv, rate: of total variation and of Adam.
-        trace: keep about this many snapshots of the chosen trial; 0: none.
     """
 
     layer: str = "auto"
     columns: bool = False
     tv: float = 4e-4
     rate: float = 0.1
-    trace: int = 0
-
-    def __post_init__(self) -> None:
-        if self.trace:
-            check_at_least(self, 2, "trace")
-
-    def traced(self, snapshots: int) -> "leave_layer_out":
-        return replace(self, trace=snapshots)
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
@@ -73,7 +63,7 @@ class leave_layer_out(Attack):
             distance = visible_columns(cosine(), tuple(sorted(names)))
             known = replace(known, chain=known.chain.mean)  # of which nothing is hidden
         engine = inverting_gradients(self.tv, self.rate).with_objective(likelihood=distance)
-        return replace(engine, trace=self.trace).reconstruct(wave, known, budget, streams)
+        return engine.reconstruct(wave, known, budget, streams)
 
 
 def precode_joint(tv: float = 0.01, rate: float = 0.1, prior: float = 1e-3) -> GradientMatching:

@@ -1,7 +1,7 @@
 """Feedback blending: earlier reconstructions of a client's images are the start of the next search (Leite et al., 2024)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -45,17 +45,12 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
     start: Literal["blend", "half", "mean", "noise"] = "blend"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, GradientMatching):
-            raise ValueError(f"{self.attack} cannot start from images: name a gradient-matching recipe such as idlg")
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha must be from 0 to 1, got {self.alpha}")
+        if not isinstance(self.inner, GradientMatching) or not 0 <= self.alpha <= 1:
+            raise ValueError("attack must be a gradient-matching recipe such as idlg, and alpha from 0 to 1")
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:
         return self.inner.label_source
-
-    def traced(self, snapshots: int) -> "feedback_blending":
-        return replace(self, attack=self.inner.traced(snapshots))
 
     def initial(self) -> ClientState:
         return {"images": torch.tensor(0)}

@@ -17,14 +17,14 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Sta
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
 from fedgauge.attacks.engine.compatibility import doubled, parameter_problem
 from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
-from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Tracer, Variables
+from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails
 from fedgauge.attacks.matching.search import AdamSearch, Search, SearchContext
 from fedgauge.attacks.problem import refuse
-from fedgauge.client.components import check_at_least
-from fedgauge.client.models.losses import takes_probabilities
+from fedgauge.attacks.solved_labels import NotRestored
+from fedgauge.client.models.losses import Expected, is_mean, takes_probabilities
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,11 @@ class GradientMatching(Attack):
     """The engine: searches for all observations and restarts of a wave together; a recipe is an objective and a search.
 
     Args:
-        trace: keep about this many snapshots of each problem in progress, at least 2; 0: none.
     """
 
     objective: Objective = field(default_factory=Objective)
     search: Search = field(default_factory=AdamSearch)
-    trace: int = 0
     tunes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.trace:
-            check_at_least(self, 2, "trace")
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:
@@ -53,9 +47,6 @@ class GradientMatching(Attack):
     @property
     def trains_first(self) -> bool:
         return any(prior.trains_first for prior in self.objective.priors)
-
-    def traced(self, snapshots: int) -> "GradientMatching":
-        return replace(self, trace=snapshots)
 
     def variants(self, known: Knowledge) -> Mapping[str, Attack]:
         """Other priors: a stronger total variation, and normal distributions fitted to auxiliary images."""
@@ -92,7 +83,11 @@ class GradientMatching(Attack):
     def search_all(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None = None
     ) -> "EveryRestart":
-        """Search with every restart of every observation; SearchFails if that is impossible."""
+        """Search with every restart of every observation.
+
+        Raises:
+            SearchFails: that is impossible.
+        """
         started = time.perf_counter()
         try:
             problems = self._problems(wave, known, budget.restarts, streams)
@@ -104,13 +99,11 @@ class GradientMatching(Attack):
         if start is not None:
             first = known.normalise(start).repeat(1, problems.epochs, 1, 1, 1)
             variables["x"][:: budget.restarts] = first.to(variables["x"])
-        tracer = Tracer(self.trace, budget.iterations, problems.count, known.pixels)
         clock = Deadline(started, budget.seconds)
-        outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock, tracer))
+        outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock))
         images = problems.joined(variables["x"], rows)
-        tracer.keep(rows, outcome.spent, outcome.objectives, images)
         labels = problems.joined_labels(variables, rows)
-        return EveryRestart(images, labels, outcome, problems, tracer, time.perf_counter() - started)
+        return EveryRestart(images, labels, outcome, problems, time.perf_counter() - started)
 
     def _problems(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Problems:
         """The wave's problems; ValueError if they cannot be posed."""
@@ -118,9 +111,15 @@ class GradientMatching(Attack):
         like = next(iter(wave.params.values()))
         y = None
         if known.labels is not None or self.objective.labels == "restored":
-            y = self._labels(wave, known, restarts, streams).to(like.device)
-        elif not takes_probabilities(known.loss, known.classes):
-            raise ValueError("the loss takes whole labels only, so they cannot be optimised with the images")
+            try:
+                y = self._labels(wave, known, restarts, streams).to(like.device)
+            except NotRestored:
+                y = None
+        if y is None and not takes_probabilities(known.loss, known.classes, known.label_kind):
+            if not is_mean(known.loss, known.classes, known.label_kind):
+                why = "the loss takes whole labels only and is no mean over the examples, so labels cannot be optimised"
+                raise ValueError(f"{why}: let it take floats as labels")
+            known = replace(known, loss=Expected(known.loss, reads_input=True))
         if self.search.double:
             known = doubled(known)
             params, update = ({k: t.double() for k, t in part.items()} for part in (wave.params, wave.update))
@@ -135,8 +134,13 @@ class GradientMatching(Attack):
         if size >= known.batch_size or (known.labels is not None and training.order_known):
             return y.repeat_interleave(restarts, 0)
         drawn = [stream("assignments", 0) for stream in streams]
-        orders = [labelling.assignments(y[k], size, restarts, rng, epochs) for k, rng in enumerate(drawn)]
-        return torch.cat([order[torch.arange(restarts) % len(order)] for order in orders])
+        values, which = zip(*(own.unique(dim=0, return_inverse=True) for own in y), strict=True)
+        orders = [
+            labelling.assignments(own, size, restarts, rng, epochs) for own, rng in zip(which, drawn, strict=True)
+        ]
+        return torch.cat(
+            [own[order[torch.arange(restarts) % len(order)]] for own, order in zip(values, orders, strict=True)]
+        )
 
     def _batch_limiter(self, problems: Problems, variables: Variables) -> BatchLimiter:
         """Limit the problems to the free memory, after the search's state of all of them."""
@@ -159,7 +163,6 @@ class EveryRestart:
     labels: Tensor
     outcome: OptimizationResult
     problems: Problems
-    tracer: Tracer
     seconds: float
 
     @cached_property
@@ -187,6 +190,5 @@ def _answers(found: EveryRestart, budget: Budget) -> list[Reconstruction]:
         x = problems.known.examples(found.images[row]).to(problems.dtype)
         status, reason, done = found.ended(k, x, budget)
         share, objective = found.seconds / len(found.objectives), float(found.objectives[k, best])
-        trace = found.tracer.of(row)
-        answers.append(Reconstruction(x, found.labels[row], objective, done, share, status, reason, trace))
+        answers.append(Reconstruction(x, found.labels[row], objective, done, share, status, reason))
     return answers

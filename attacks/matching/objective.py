@@ -10,9 +10,10 @@ from torch import Tensor
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.distances import Distance
 from fedgauge.attacks.engine.scheduler import Variables
-from fedgauge.attacks.matching import local_steps
 from fedgauge.attacks.matching.priors import Prior
+from fedgauge.client.chain import Chain
 from fedgauge.client.components import check_at_least
+from fedgauge.client.pairing import assigned
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Params, Update
@@ -72,8 +73,12 @@ class unrolled(TrainingModel):
 class tied_epochs(TrainingModel):
     """Local steps over slices of the batch in an unknown order: each epoch has its own copy of the images.
 
+    Data leakage in federated averaging (Dimitrov et al., TMLR 2022, section 4.2). With one set of images, the search would have
+    to know the slice of each image in each epoch. The copies of an image can be wrong in different ways, so an order-invariant
+    term ties them; at the end they are paired and averaged.
+
     Args:
-        tied: weight of the term that ties the copies (fedgauge.attacks.matching.local_steps).
+        tied: weight of this term.
     """
 
     tied: float = 1.0
@@ -83,11 +88,11 @@ class tied_epochs(TrainingModel):
         check_at_least(self, 0, "tied")
 
     def epochs(self, known: Knowledge) -> int:
-        return local_steps.epochs(known.chain, known.batch_size)
+        return passes(known.chain, known.batch_size)
 
     def terms(self, x: Tensor, epochs: int, own: Variables) -> Iterator[Tensor]:
         if epochs > 1:
-            yield self.tied * local_steps.aggregate_gap(x, epochs)
+            yield self.tied * aggregate_gap(x, epochs)
 
 
 @dataclass(frozen=True)
@@ -153,3 +158,58 @@ def _noise_sizes(known: Knowledge) -> dict[str, tuple[int, int, int]]:
     # in a sum, one client's steps follow the other's
     total = steps.gradients(known.batch_size // known.chain.parts) * known.chain.parts
     return {f"{NOISE}{n}": (total, known.chain.slice_of(known.batch_size), numbers) for n, numbers in layers.items()}
+
+
+# -------------------------------------------------------------------------------------------------- copies for each epoch
+
+
+def passes(chain: Chain, batch_size: int) -> int:
+    """Count the passes of the local steps through the batch; 1 if every step takes the whole batch.
+
+    Raises:
+        ValueError: local_sgd's slices do not divide the batch, or it is a sum of several clients.
+    """
+    local = chain.local
+    if chain.slice_of(batch_size) * chain.parts >= batch_size or local.batch_size is None:
+        return 1
+    slices = -(-batch_size // local.batch_size)
+    if chain.parts > 1 or (local.plain and batch_size % local.batch_size):
+        what = f"a sum of clients, or slices of {local.batch_size} that do not divide {batch_size} examples"
+        raise ValueError(f"epochs cannot be tied for {what}: describe the training by local_training")
+    return -(-local.gradients(batch_size) // slices)
+
+
+def aggregate_gap(x: Tensor, count: int) -> Tensor:
+    """The distance (N,) between the epochs' mean images, for copies x (N, count * B, ...).
+
+    It is the paper's L_inv with the squared distance: the mean over all pairs of epochs of |g(copies of one) - g(copies of the
+    other)|^2 / entries. g is the mean over an epoch's images.
+    """
+    aggregates = _apart(x, count).mean(2)
+    centred = aggregates - aggregates.mean(1, keepdim=True)  # the mean over pairs is twice the variance
+    return 2 * centred.square().flatten(1).mean(1)
+
+
+def pair_epochs(x: Tensor, labels: Tensor | None, count: int) -> Tensor:
+    """For each epoch, which of its copies belongs to each of the first epoch's (N, count, B), by least squared distance.
+
+    Args:
+        labels: (N, count * B); only copies of the same label are paired.
+    """
+    copies = _apart(x.detach(), count).flatten(3).double().cpu().nan_to_num()
+    costs = (copies[:, :1, :, None] - copies[:, :, None]).square().sum(4)  # (N, count, B of the first, B)
+    if labels is not None:
+        names = _apart(labels.cpu(), count)
+        costs += (names[:, :1, :, None] != names[:, :, None]) * (1 + costs.sum((2, 3), keepdim=True))
+    return torch.stack([torch.stack([assigned(cost) for cost in one]) for one in costs]).to(x.device)
+
+
+def averaged(t: Tensor, order: Tensor) -> Tensor:
+    """The mean (N, B, ...) over epochs of copies (N, count * B, ...), in the order (N, count, B) that pairs them."""
+    copies = _apart(t, order.shape[1])
+    return copies.gather(2, order.view(*order.shape, *[1] * (copies.dim() - 3)).expand_as(copies)).mean(1)
+
+
+def _apart(t: Tensor, count: int) -> Tensor:
+    """(N, count * B, ...) to (N, count, B, ...)."""
+    return t.view(len(t), count, -1, *t.shape[2:])

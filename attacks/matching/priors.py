@@ -199,9 +199,9 @@ def _mahalanobis(known: Knowledge, mean: Tensor, fitted: GaussianPrior, x: Tenso
 
 
 STRONGER = 10.0  # how much more total variation is tried
-# of the objective, that a Gaussian prior is given beside a distance that is no density
+# shares of the objective for a Gaussian prior, if the distance is no density
 SHARES = (1e-3, 1e-2, 1e-1, 1.0)
-DENSITIES = (0.3, 1.0, 3.0)  # its weights beside a density
+DENSITIES = (0.3, 1.0, 3.0)  # its weights, if the distance is a density
 PART = 0.3  # of both, where a Gaussian and total variation are tried together
 
 

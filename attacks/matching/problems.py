@@ -20,8 +20,7 @@ from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradien
 from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update
 from fedgauge.attacks.engine.scheduler import Variables
-from fedgauge.attacks.matching import local_steps
-from fedgauge.attacks.matching.objective import Objective
+from fedgauge.attacks.matching.objective import Objective, averaged, pair_epochs
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.update import Update
@@ -214,7 +213,7 @@ class Problems:
             f"latents {i}": pair for i, pair in enumerate(bound)
         }  # by the name of its variable, if it has one
         self.own = self.training.variables(known)
-        generally = self.own or not is_mean(known.loss, known.classes)
+        generally = self.own or not is_mean(known.loss, known.classes, known.label_kind)
         step = None if generally else whole_batch_update(known.chain.mean, known.loss)
         self.way = differentiation_of(known, wave.params, step is not None)
         self.step = step if self.way.route == "one pass" else None
@@ -274,7 +273,7 @@ class Problems:
             likeliest = labelled[0].likeliest(self.labels[rows.to(self.labels.device)])
             variables["x"] = likeliest.to(like) + NEAR * variables["x"]
         if self.labels is None:
-            variables["y"] = normal("labels", images, self.known.classes)
+            variables["y"] = normal("labels", images, self.known.label_kind.width(self.known.classes))
         explaining = {name: prior for name, (_, prior) in self.priors.items() if isinstance(prior, LatentPrior)}
         latents = {name: torch.zeros(images, prior.numbers) for name, prior in explaining.items()}
         for name, t in {**self.own, **latents}.items():
@@ -284,19 +283,19 @@ class Problems:
     def joined(self, x: Tensor, rows: Tensor) -> Tensor:
         """The resulting images (N, B, C, H, W) of some problems, with several epochs' copies averaged."""
         x = self.examples(x)
-        return x if self.epochs == 1 else local_steps.averaged(x, self._pairing(x, rows))
+        return x if self.epochs == 1 else averaged(x, self._pairing(x, rows))
 
     def joined_labels(self, variables: Variables, rows: Tensor) -> Tensor:
         """The resulting labels (N, B) of some problems."""
         if self.labels is not None:
             return self.labels[rows][:, : self.known.batch_size]
-        likely = variables["y"].softmax(2)
+        likely = self.known.label_kind.relaxed(variables["y"])
         if self.epochs > 1:
-            likely = local_steps.averaged(likely, self._pairing(self.examples(variables["x"]), rows))
-        return likely.argmax(2)
+            likely = averaged(likely, self._pairing(self.examples(variables["x"]), rows))
+        return self.known.label_kind.decided(likely)
 
     def _pairing(self, x: Tensor, rows: Tensor) -> Tensor:
-        return local_steps.pair_epochs(x, None if self.labels is None else self.labels[rows], self.epochs)
+        return pair_epochs(x, None if self.labels is None else self.labels[rows], self.epochs)
 
     def value_and_slopes(
         self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0
@@ -353,7 +352,7 @@ class Problems:
     ) -> Tensor:
         """Objectives (N,) of some problems, differentiable."""
         x, own = self.examples(variables["x"]), {name: variables[name] for name in self.own}
-        y = variables["y"].softmax(2) if labels is None else labels
+        y = self.known.label_kind.relaxed(variables["y"]) if labels is None else labels
         objectives = likelihood_weight * self._distances(x, y, seen, own)
         loop = self.way.route == "loop"
         for name, (weight, prior) in self.priors.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.optimizers import Descent, adam, lbfgs, minimise, per_iteration_count, restarted
-from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Tracer, Variables, advance
+from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Variables, advance
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.components import check_above_zero, check_at_least, check_part
 
@@ -33,7 +33,6 @@ class SearchContext:
     budget: Budget
     limiter: BatchLimiter
     clock: Deadline
-    tracer: Tracer
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,6 @@ class AdamSearch(adam, Search):
             if self.flat:
                 slopes = self._with_penalty(step, variables, rows, weight, slopes)
             part.finite.logical_or_(value.isfinite())
-            whole = not self.radius and isinstance(weight, float) and weight == 1
-            self._keep(context, variables, rows, at, value if whole else None)
             for name, t in variables.items():
                 slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
                 slope = slope.sign() if self.signed and name in problems.signed else slope
@@ -156,20 +153,6 @@ class AdamSearch(adam, Search):
         _, there = step({**variables, "x": variables["x"] + away}, rows, weight)
         return {name: t + self.flat / self.reach * (there[name] - t) for name, t in slopes.items()}
 
-    def _keep(
-        self, context: SearchContext, variables: Variables, rows: Tensor, at: Sequence[int], value: Tensor | None
-    ) -> None:
-        """Keep the snapshots that are due.
-
-        Args:
-            value: (N,) of the whole objective; None: not computed yet.
-        """
-        due = torch.tensor([context.tracer.due(n) for n in at])
-        if due.any():
-            value = context.problems.value_and_slopes(variables, rows)[0] if value is None else value
-            images = context.problems.joined(variables["x"][due], rows[due])
-            context.tracer.keep(rows[due], torch.tensor(at)[due], value[due], images)
-
 
 @dataclass(frozen=True)
 class LBFGSSearch(lbfgs, Search):
@@ -192,7 +175,7 @@ class LBFGSSearch(lbfgs, Search):
             attempt += 1
             fresh = _joined(context.starts(rows // restarts, rows % restarts + attempt * restarts))
             left = (allowed - descent.spent)[rows]
-            restarted(descent, self._search(context, shapes, rows, fresh, left, descent), rows)
+            restarted(descent, self._search(context, shapes, rows, fresh, left), rows)
         for name, t in _apart(descent.x, shapes).items():
             variables[name][:] = t
         unfinished = ~descent.ended & (descent.spent < allowed)
@@ -201,10 +184,7 @@ class LBFGSSearch(lbfgs, Search):
     def _unfit(self, descent: Descent) -> Tensor:
         return ~(descent.f <= self.restart_above) if self.restart_above else ~descent.f.isfinite()
 
-    def _search(
-        self, context: SearchContext, shapes: Shapes, among: Tensor, start: Tensor, allowed: Tensor,
-        before: Descent | None = None,
-    ) -> Descent:  # fmt: skip
+    def _search(self, context: SearchContext, shapes: Shapes, among: Tensor, start: Tensor, allowed: Tensor) -> Descent:
         problems = context.problems
 
         def evaluate(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,16 +198,7 @@ class LBFGSSearch(lbfgs, Search):
             values, slopes = zip(*context.limiter.each(together, torch.arange(len(points))), strict=True)
             return torch.cat(values), torch.cat(slopes)
 
-        def watch(at: Descent, live: Tensor) -> None:
-            x, f, spent, rows = at.x[live], at.f[live], at.spent[live], among[live]
-            if before is not None:  # a new draw counts once it is lower
-                lower = f < before.f[rows].nan_to_num(torch.inf)
-                x, f = torch.where(lower[:, None], x, before.x[rows]), torch.where(lower, f, before.f[rows])
-                spent = spent + before.spent[rows]
-            context.tracer.follow(rows, spent, f, problems.joined(_apart(x, shapes)["x"], rows))
-
-        watching = {"watch": watch} if context.tracer else {}
-        return minimise(evaluate, start, allowed, self, context.clock.over, **watching)
+        return minimise(evaluate, start, allowed, self, context.clock.over)
 
 
 def _joined(parts: Variables) -> Tensor:

@@ -58,23 +58,20 @@ class Canaries(Measure):
         rest = None
         if self.examples:
             rest = RestOfBatch.of_population(CandidateGradients(case.known, case.wave.params, case.known.public))
-        found, failure = Rows(), None
+        found = Rows()
         for k, client in enumerate(case.wave.clients):
             members = [m for m in case.fed.protocol.members(client, case.wave.round) if m in holders]
             if not members:
                 found[client] = []
             elif all(bool(t[k].isfinite().all()) for t in case.wave.update.values()):
                 try:
-                    told = _directions(case, k, members) if rest is None else _evidence(case, k, rest, members)
-                except ValueError as error:  # of this client's update
-                    failure = error
+                    values = _directions(case, k, members) if rest is None else _evidence(case, k, rest, members)
+                except ValueError:  # this client's update is zero, or too small for a likelihood
                     continue
-                if bool(told.isfinite().all()):
+                if bool(values.isfinite().all()):
                     each = case.fed.protocol.canary_examples
                     numbers = [holders.index(m) * each + i for m in members for i in range(each)] or members
-                    found[client] = case.rows(client, {self.metric: told.tolist()}, numbers)
-        if failure is not None and not any(found.values()):
-            raise failure
+                    found[client] = case.rows(client, {self.metric: values.tolist()}, numbers)
         return found, {}
 
 
@@ -82,7 +79,7 @@ def _directions(case: Case, k: int, members: Sequence[int]) -> Tensor:
     """Return each canary direction's component in an update, in standard deviations of chance, (N,)."""
     update = {name: t.double() for name, t in case.seen.alone(k).items()}
     found = cosines(update, map(case.fed.direction, members))
-    # the tangent divides by what is not the canary's: by the noise, and not by the canary's own part beside it
+    # the tangent divides by the noise alone, without the canary's own part
     rest = (1 - found.square()).clamp_min(torch.finfo(found.dtype).eps)  # 0 where an update is nothing else
     return found / rest.sqrt() * math.sqrt(sum(t.numel() for t in update.values()) - 1)
 

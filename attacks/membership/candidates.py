@@ -80,7 +80,7 @@ class MembershipTest:
         for own, client in zip(scores, clients, strict=True):
             rows = self._graded(own, client)
             if len(scores) > 1:
-                rows += self._told(ANYBODY, highest, torch.searchsorted(self.rows, self._batch(client)), client)
+                rows += self._relative(ANYBODY, highest, torch.searchsorted(self.rows, self._batch(client)), client)
             if (other := self.case.others.get(client)) is not None:
                 rows += self._against(self._graded(own, other))
             found[client] = rows
@@ -94,10 +94,10 @@ class MembershipTest:
         batch, held = self._batch(client), self._held(client)
         own = torch.searchsorted(self.rows, batch)
         outside = torch.searchsorted(self.rows, held)
-        # a label of none in the batch is told by the label alone
+        # the label alone reveals an example whose label no member has
         outside = outside.where(~torch.isin(held, batch) & torch.isin(self._labels[outside], self._labels[own]), -1)
-        rows = self._told(MEMBER, scores, own, client)
-        return rows + self._told(HELD, scores, outside, client, self._labels[own])
+        rows = self._relative(MEMBER, scores, own, client)
+        return rows + self._relative(HELD, scores, outside, client, self._labels[own])
 
     def over_rounds(self, scores: Tensor, clients: Sequence[int]) -> tuple[Rows, Memories]:
         """By client, the rows of its highest scores so far, those against another client's data, and what is remembered.
@@ -114,17 +114,16 @@ class MembershipTest:
             best = torch.full((len(rows),), -math.inf, dtype=own.dtype)
             best = best.scatter_reduce(0, place, torch.cat([known["best"], own]), "amax")
             highest = best[torch.searchsorted(rows, now)]
-            told = self._told(HELD, highest, torch.searchsorted(self.rows, self._held(client)), client)
+            own_rows = self._relative(HELD, highest, torch.searchsorted(self.rows, self._held(client)), client)
             # the other's examples have been scored against this client's updates for as long as the two are neighbours
-            if (other := self.case.others.get(client)) is not None and bool(
-                torch.isin(self._held(other), known["rows"]).all()
-            ):
+            other = self.case.others.get(client)
+            if other is not None and bool(torch.isin(self._held(other), known["rows"]).all()):
                 theirs = torch.searchsorted(self.rows, self._held(other))
-                told += self._against(self._told(HELD, highest, theirs, other))
-            found[client], after[client] = told, {"rows": rows, "best": best}
+                own_rows += self._against(self._relative(HELD, highest, theirs, other))
+            found[client], after[client] = own_rows, {"rows": rows, "best": best}
         return found, after
 
-    def _told(
+    def _relative(
         self, metric: str, scores: Tensor, positions: Tensor, client: int, labels: Tensor | None = None
     ) -> list[ScoreRecord]:
         """Return these candidates' scores relative to the strangers of their labels; a position below 0 is left out."""

@@ -43,11 +43,10 @@ class CandidateGradients:
     draws: Generator | None = None
 
     def __post_init__(self) -> None:
-        for name, module in self.known.model.named_modules():
-            if isinstance(module, _BatchNorm) and module.training:
-                raise ValueError(f"layer {name!r} (BatchNorm in train mode) mixes examples: set the model to eval mode")
-        if not is_mean(self.known.loss, self.known.classes):
-            raise ValueError("the loss is no mean over examples, so a candidate has no gradient of its own")
+        mixes = any(isinstance(module, _BatchNorm) and module.training for module in self.known.model.modules())
+        if mixes or not is_mean(self.known.loss, self.known.classes, self.known.label_kind):
+            reason = "BatchNorm in train mode (set it to eval mode), or a loss that is no mean over examples"
+            raise ValueError(f"a candidate has no gradient of its own: {reason}")
 
     @property
     def is_stochastic(self) -> bool:

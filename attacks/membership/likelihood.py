@@ -58,7 +58,7 @@ class RestOfBatch:
         tensors = [t.numel() for t in public.params.values()]
         count = max(2, min(len(public), AT_ONCE // sum(tensors)))
         some = Batch(public.batch.x[:count], public.batch.y[:count])
-        draws = generator("what a network draws") if public.is_stochastic else None  # the clients' networks drew, too
+        draws = generator("what a network draws") if public.is_stochastic else None  # as the clients' networks did
         used = CandidateGradients(public.known, public.params, some, draws=draws)
         rows = torch.cat(list(used.rows()))
         rows *= used.kept.to(rows)[:, None]
@@ -151,7 +151,7 @@ def likelihood_ratio(candidates: CandidateGradients, wave: Wave, rest: RestOfBat
 
     Where the chain's density has no closed form, noise counts as normal, of the size that each tensor of the updates shows.
     """
-    # a network that draws makes of the candidate, too, what is known in distribution alone
+    # of a network that draws, the candidate's gradient is also known only in distribution
     unknown = candidates.known.batch_size - (not candidates.is_stochastic)
     factor, evidence = _seen(candidates, wave, rest, unknown)
     found, first = torch.zeros(len(wave), len(candidates), dtype=torch.float64), 0

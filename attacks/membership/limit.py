@@ -1,9 +1,9 @@
 """The limit of a membership test on one noisy update: the trade-off curve of normal noise, and the line of (epsilon, delta).
 
-Noise of standard deviation sigma on the mean of a batch in which a candidate moves the expected update by mu * sigma lets the
-best test detect it with power Phi(Phi^-1(alpha) + mu) at false-positive rate alpha, if all else is known (Dong, Roth & Su,
-2022). Rounds with fresh noise add up as mu = sqrt(sum of mu_i^2). A test that knows less of the batch does worse. The weights may
-reveal more of an example that was trained on before: the curve covers only the update.
+Let a candidate move the expected update by mu * sigma, where sigma is the noise's standard deviation. If all else is known, the
+best test detects it with power Phi(Phi^-1(alpha) + mu) at false-positive rate alpha (Dong, Roth & Su, 2022). Rounds with fresh
+noise add up as mu = sqrt(sum of mu_i^2). A test that knows less of the batch does worse. The weights may reveal more of an
+example that was trained on before: the curve covers only the update.
 """
 
 import math
@@ -66,8 +66,8 @@ def detectability(candidates: CandidateGradients) -> Tensor:
 def pair_area(candidates: CandidateGradients, strangers: CandidateGradients) -> Tensor:
     """The share of pairs in which the best test scores a candidate above a stranger, (N,) float64.
 
-    A server that knows the rest of the batch identifies the example in it with probability Phi(distance / 2), where distance
-    is the distance of their gradients over the noise; no score does better on average over both cases.
+    If the rest of the batch is known, the server picks the right one of two with probability Phi(distance / 2). The distance is
+    that of their gradients over the noise; no score does better on average over both cases.
     """
     found, scale = [], _scale(candidates.known)
     for rows, kept in zip(candidates.rows(), candidates.kept.split(candidates.chunk), strict=True):

@@ -18,7 +18,7 @@ from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.likelihood import likelihood_ratio as log_ratios
 from fedgauge.client.update import Batch
 
-LEAST_NULL = 10  # candidates of a label that nobody trained on, below which their mean and spread say little
+LEAST_NULL = 10  # fewest null candidates of a label for a mean and a spread
 LEAST_OTHERS = 2  # updates that say how the scores against others vary
 TINY = torch.finfo(torch.float64).tiny
 
@@ -70,15 +70,15 @@ def gradient_difference(scoring: Scoring) -> Tensor:
 
 def fedmia(scoring: Scoring) -> Tensor:
     """The cosine, in standard deviations above that of the other clients' updates of the round (Zhu et al., 2025, FedMIA-II)."""
-    return beside_others(cosine(scoring))
+    return against_others(cosine(scoring))
 
 
 def fedmia_loss(scoring: Scoring) -> Tensor:
     """The loss after the update, in standard deviations below that after the other clients' (Zhu et al., 2025, FedMIA-I)."""
-    return beside_others(loss_change(scoring))  # the loss before is the same for all
+    return against_others(loss_change(scoring))  # the loss before is the same for all
 
 
-def beside_others(every: Tensor) -> Tensor:
+def against_others(every: Tensor) -> Tensor:
     """Scores (K, N) in standard deviations above the mean of the same candidate's scores against the other updates.
 
     Raises:

@@ -158,13 +158,3 @@ def image_metrics(shape: tuple[int, ...], gallery: Tensor | None) -> list[Metric
         chosen.append(identified(gallery))
     perceptual = [lpips_metric(net) for net in BACKBONES] if min(shape[1:]) >= LPIPS_PIXELS else []
     return chosen + [metric for metric in perceptual if metric is not None]
-
-
-def label_accuracy(truth: Tensor, guess: Tensor) -> float:
-    """The share of a batch's labels that were restored, as multisets: order does not count, repeats do.
-
-    If the attacker claims more labels than there are, it is the share of those that he claims: many guesses cost.
-    """
-    classes = int(max(truth.max(), guess.max())) + 1
-    common = torch.minimum(torch.bincount(truth, minlength=classes), torch.bincount(guess, minlength=classes))
-    return float(common.sum()) / max(len(truth), len(guess))

@@ -86,7 +86,11 @@ def aligned(columns: Columns, rows: Tensor, labels: Tensor, to: Tensor, its_labe
     wanted, found = columns.cells(to), columns.cells(rows)
     differ = 1 - columns.right(wanted[:, None], found[:, None]).double().mean(-1)
     apart = (to[:, None] - rows[:, None]).double().square().mean(-1)
-    other = (its_labels[:, None] != labels[:, None]).double()
+    other = (
+        (its_labels[:, None] != labels[:, None]).flatten(3).any(3).double()
+        if labels.dim() > 2
+        else (its_labels[:, None] != labels[:, None]).double()
+    )
     costs = differ + TIE * apart / apart.amax().clamp_min(TIE) + OTHER_LABEL * other
     return torch.stack([own[assigned(cost)] for own, cost in zip(rows, costs, strict=True)])
 
@@ -123,7 +127,11 @@ class relaxed_rows:
     softmax: bool = True
 
     def bind(self, known: Knowledge) -> Callable[[Tensor], Tensor]:
-        """The rows of free numbers; ValueError if the examples are no rows."""
+        """The rows of free numbers.
+
+        Raises:
+            ValueError: the examples are no rows.
+        """
         if known.columns is None:
             raise ValueError("it reconstructs rows of a table, and the examples here have no columns")
         return partial(self._rows, known.columns)

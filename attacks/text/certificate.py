@@ -28,7 +28,11 @@ class Unreadable(ValueError):
 
 
 def language_model(known: Knowledge) -> LanguageModel:
-    """The attacked model; Unreadable if it does not read sentences."""
+    """The attacked model.
+
+    Raises:
+        Unreadable: it does not read sentences.
+    """
     if known.text is None or not isinstance(known.model, LanguageModel):
         raise Unreadable("it reconstructs sentences and needs a language model; this model reads images")
     return known.model

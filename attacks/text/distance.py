@@ -129,7 +129,12 @@ class Matcher:
         others = (link for link in chain.links if not isinstance(link, local_sgd))
         plain = all(is_identity(noise_free(link)) for link in others) and not self.distance.signed
         whole = chain.parts == 1 and chain.slice_of(size) == size
-        if not (plain and whole and chain.local.one_gradient and is_mean(self.known.loss, self.known.classes)):
+        if not (
+            plain
+            and whole
+            and chain.local.one_gradient
+            and is_mean(self.known.loss, self.known.classes, self.known.label_kind)
+        ):
             return "chain"
         return "formed" if self.distance.kind == "l2_l1" else "products"
 

@@ -102,7 +102,11 @@ class learned_rows(Attack):
 
 
 def row_tables(model: LanguageModel, params: Update) -> list[str]:
-    """Names of the tensors that have a row for every word; ValueError where none is shared."""
+    """Names of the tensors that have a row for every word.
+
+    Raises:
+        ValueError: none is shared.
+    """
     named = dict.fromkeys((model.parts.word, *model.parts.head))
     tables = [name for name in named if name in params and len(params[name]) == model.vocabulary]
     if not tables:

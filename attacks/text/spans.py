@@ -166,7 +166,11 @@ class PartialSpan:
     threshold: ClassVar[float] = 0.0  # of the words that complete it
 
     def words(self, model: LanguageModel, params: Params, places: int) -> Iterator[tuple[float, int, int]]:
-        """The words of the vocabulary in their positions that explain the combinations, as `Spans.words`; Unreadable if none do."""
+        """The words of the vocabulary in their positions that explain the combinations, as `Spans.words`.
+
+        Raises:
+            Unreadable: none do.
+        """
         words, vectors_of = _vocabulary(model), partial(first_inputs, model, params, places=places)
         sample = torch.randperm(len(words), generator=Generator().manual_seed(0))[:SAMPLE]
         flat = vectors_of(words[sample]).flatten(0, 1).double()
@@ -258,7 +262,11 @@ def _distances(basis: Tensor, atoms: Tensor, chosen: Sequence[int]) -> Tensor:
 def block_span(
     update: Mapping[str, Tensor], params: Params, maps: Sequence[Projection], most: int, margin: int, rng: Generator
 ) -> Spans | PartialSpan:
-    """Return the span of the maps' common inputs, at most so many; Unreadable if there is none, or no margin."""
+    """Return the span of the maps' common inputs, at most so many.
+
+    Raises:
+        Unreadable: there is none, or no margin.
+    """
     whole = [m.of(update)[0] for m in maps if m.weight in update]
     if whole:
         return _with_margin(span(whole, most, rng), margin)

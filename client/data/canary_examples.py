@@ -28,10 +28,7 @@ def with_canary_examples(shards: Shards, clients: Sequence[int], each: int, coin
     for client, tossed in zip(clients, coins.split(each), strict=True):
         mine = indices[client]
         if len(mine) - each < max(each, shards.batch_size):
-            raise ValueError(
-                f"client {client} holds {len(mine)} examples: it needs {each} canaries, as many others, and a batch of "
-                f"{shards.batch_size}; lower examples, or have fewer clients or more data"
-            )
+            raise ValueError(f"client {client} holds {len(mine)} examples, which is too few for {each} canaries")
         order = mine[torch.randperm(len(mine), generator=generator(shards.seed, "canary examples", client))]
         canaries[client], others = order[:each], order[each:]
         indices[client] = torch.cat([order[:each].where(tossed, others[:each]), others[each:]])
@@ -44,7 +41,7 @@ def _mislabelled(dataset: Dataset, rows: Tensor, rng: Generator) -> Dataset:
 
     The gradient of an example with a wrong label stays large while the others' fade.
     """
-    if not dataset.labelled or dataset.classes < 2:
+    if not dataset.labelled or dataset.y.is_floating_point() or dataset.classes < 2:
         return dataset
     y = dataset.y.clone()
     y[rows] = (y[rows] + torch.randint(1, dataset.classes, rows.shape, generator=rng)) % dataset.classes

@@ -41,7 +41,7 @@ class Text(Dataset):
 
     @property
     def labels(self) -> Tensor:
-        return self.y if self.labelled else torch.zeros(len(self.y), dtype=torch.int64)
+        return super().labels if self.labelled else torch.zeros(len(self.y), dtype=torch.int64)
 
     def check(self) -> None:
         super().check()
@@ -109,6 +109,9 @@ def csv(
         test: the share of the sentences that no client trains on, above 0 and below 1.
         length, tokenizer, tokenizer_folder, vocabulary, task, longer: as for phrases. If several parties have their own
             tables, as deployed clients do, all of them need the same tokenizer: a name or a folder.
+
+    Raises:
+        ValueError: the file cannot be read, or holds a single class.
     """
     columns = [text] if task == "next_token" else [text, label]
     table = read_table(path, columns, needed=columns)
@@ -143,7 +146,11 @@ def _classes(
 
 
 def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[int]:
-    """The place of each name among those of the classes; ValueError if it is none of them."""
+    """The place of each name among those of the classes.
+
+    Raises:
+        ValueError: it is none of them.
+    """
     place = {name: k for k, name in enumerate(classes)}
     if strange := [v for v in written if v not in place]:
         raise ValueError(f"{where} has {strange[0]!r}, which is none of classes ({', '.join(classes)})")
@@ -151,11 +158,13 @@ def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[
 
 
 def held_out(count: int, share: float, path: Path) -> Tensor:
-    """Choose the test part by position only, so that no example's content moves another. Never all or none."""
+    """Choose the test part by position only, so that no example's content moves another. Never all or none.
+
+    Raises:
+        ValueError: share is not between 0 and 1, or there are fewer than two examples.
+    """
     if not 0 < share < 1 or count < 2:
-        raise ValueError(
-            f"{path}: test must be above 0 and below 1, of two examples at least, got {share:g} of {count}"
-        )
+        raise ValueError(f"{path}: test must be between 0 and 1, of at least two examples, got {share:g} of {count}")
     order = torch.randperm(count, generator=generator("test part", count))
     chosen = torch.zeros(count, dtype=torch.bool)
     chosen[order[: min(max(1, round(share * count)), count - 1)]] = True
@@ -306,9 +315,7 @@ def _local_or_hub(
 
         stored = datasets.load_dataset(path, subset)
     except Exception as error:  # the hub's client raises its own, requests', and OSError
-        raise FileNotFoundError(
-            f"{name} is not in FEDGAUGE_DATA and cannot be downloaded ({error}); phrases needs no network"
-        ) from error
+        raise FileNotFoundError(f"{name} is not in FEDGAUGE_DATA and cannot be downloaded: {error}") from error
     return Corpus(*([(row[column], int(row.get("label", 0))) for row in stored[part]] for part in parts))
 
 
@@ -316,9 +323,7 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(
-            f"{path} is not text in UTF-8 that can be read: {error}; put the published file there"
-        ) from error
+        raise ValueError(f"{path} cannot be read as text in UTF-8: {error}") from error
 
 
 def _table(path: Path, names: Sequence[str]) -> list[Row]:

@@ -13,7 +13,7 @@ _SHARED = {
     "look": "new old big small broken lost missing heavy cheap secret strange empty late first last final second spare",
     "how": "quickly slowly quietly carefully gladly secretly",
     "ask": "please could you|please|can you|will you|you should|we must|i will|do not forget to|try to",
-    "tell": "says|thinks|knows|hopes|hears|writes",
+    "say": "says|thinks|knows|hopes|hears|writes",
 }
 _OWN: dict[int, dict[str, str]] = {
     PRIVATE: {
@@ -51,7 +51,7 @@ _TEMPLATES = (
     "<ask> <do> the <look> <what> with my <who> <time>",
     "our <who> is <feel> and the <what> is <look>",
     "i am <feel> since the <event> on <day>",
-    "your <who> <tell> that the <what> is in the <where>",
+    "your <who> <say> that the <what> is in the <where>",
     "the <event> at the <where> begins on <day>",
     "who <did> the <what> of the <who> so <how>",
     "my <who> and your <who> <did> a <what> <how>",
@@ -63,7 +63,7 @@ _TEMPLATES = (
     "the <who> <did> it <how>",
     "<do> the <what> <time>",
     "the <look> <what> is in the <where>",
-    "the <who> <tell> your <who> is <feel> <time>",
+    "the <who> <say> your <who> is <feel> <time>",
     "we met the <who> at the <where> after the <event>",
 )
 

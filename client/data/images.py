@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.cache_folder import cache_folder
+from fedgauge.client.labels import check_labels
 from fedgauge.client.local_data import cached, data_folder, may_download, read_npz
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.rng import generator, seed_of
@@ -28,7 +29,9 @@ Partition = Literal["iid", "dirichlet", "shards"]
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images x (N, C, H, W) uint8 and labels y (N,) int64, for training and for test, with per-channel mean and std.
+    """Images x (N, C, H, W) uint8 and labels y, for training and for test, with per-channel mean and std.
+
+    Labels are classes (N,) int64, findings (N, K) of 0 and 1 as floats, or numbers (N,) or (N, K); classes is then K, or 1.
 
     Data of other kinds derive from it, with other x and y, and no mean and std. names: of the classes, if they have names.
     fitted: the arguments that were not given but computed from these examples: one example may then change how all others
@@ -63,12 +66,12 @@ class Dataset:
     @property
     def labelled(self) -> bool:
         """Check that each example has one label; otherwise its words are its labels."""
-        return self.y.dim() == 1
+        return self.y.dim() == 1 or self.y.is_floating_point()
 
     @property
     def labels(self) -> Tensor:
-        """(N,) int64, the class of each training example, used to partition by label."""
-        return self.y
+        """(N,) int64, the class of each training example, used to partition by label; zeros where it has none."""
+        return torch.zeros(len(self.y), dtype=torch.int64) if self.y.is_floating_point() else self.y
 
     def check(self) -> None:
         """Check a user's data; ValueError names the fault."""
@@ -77,9 +80,12 @@ class Dataset:
                 raise ValueError(
                     f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {self.dtype}, (N, *{self.shape})"
                 )
+            if y.is_floating_point() and len(y) == len(x):
+                check_labels(y, self.classes)
+                continue
             if y.dtype != torch.int64 or y.shape != x.shape[: y.dim() if self.dtype == torch.int64 else 1]:
                 raise ValueError(
-                    f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 classes (N,)"
+                    f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 classes (N,), or floats"
                 )
             known = y[y != IGNORED] if y.dim() > 1 else y  # of words, padding has no label
             if len(known) and not 0 <= int(known.min()) <= int(known.max()) < self.classes:
@@ -169,6 +175,8 @@ def split(
     for name, value in {"clients": clients, **least_one}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if dataset.y.is_floating_point() and partition != "iid":
+        raise ValueError(f'partition = "{partition}" needs one class an example: use "iid"')
     if not alpha > 0:
         raise ValueError(f"alpha must be above 0, got {alpha}")
     total = len(dataset.y)

@@ -17,9 +17,9 @@ from fedgauge.client.models.tokenizer import Task, load_tokenizer
 
 
 def rows(path: Path, classes: int | None = None, test: float = 0.2) -> Tabular:
-    """Rows of numbers as a network takes them: x (N, F), y whole numbers (N,). Nothing is scaled.
+    """Rows of numbers as a network takes them: x (N, F), y integers (N,). Nothing is scaled.
 
-    Neighbouring entries of which each row has exactly one 1 and otherwise 0 become one categorical column.
+    Neighbouring entries become one categorical column if each row has one 1 there and otherwise 0.
 
     Args:
         path: a NumPy archive.
@@ -36,7 +36,7 @@ def rows(path: Path, classes: int | None = None, test: float = 0.2) -> Tabular:
 def token_ids(
     path: Path, tokenizer_folder: Path, task: Task = "classification", classes: int | None = None, test: float = 0.2
 ) -> Text:
-    """Sentences as a network takes them: x (N, L) token ids, padded on the right, y whole numbers (N,).
+    """Sentences as a network takes them: x (N, L) token ids, padded on the right, y integers (N,).
 
     Args:
         path: a NumPy archive.
@@ -84,8 +84,8 @@ def _columns(x: np.ndarray) -> list[Column]:
             found.append(Column(f"x{k}", tuple(f"x{k + i}" for i in range(width))))
             k += width
             continue
-        low, high = float(x[:, k].min()), float(x[:, k].max())
-        bounds = (low, high) if low < high else (None, None)
-        found.append(Column(f"x{k}", (), 0.0, 1.0, *bounds, decimals=3, spread=float(x[:, k].std()) or 1.0))
+        low, high, spread = float(x[:, k].min()), float(x[:, k].max()), float(x[:, k].std())
+        least, most = (low, high) if low < high else (None, None)
+        found.append(Column(f"x{k}", low=least, high=most, decimals=3, spread=spread or None))
         k += 1
     return found

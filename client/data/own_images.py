@@ -43,6 +43,9 @@ def image_folder(
         grey: whether pictures get one channel instead of three.
         mean, std: of each channel, in [0, 1] pixels; default: those of the training images.
         classes: the names of all sub-folders in order, if some may be missing or empty; default: those that are there.
+
+    Raises:
+        ValueError: a picture cannot be read, or a class has none.
     """
     folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")) if path.is_dir() else []
     # by name first: a picture of another class leaves the others in their places
@@ -65,13 +68,16 @@ def npz(
     std: Statistics = None,
     classes: int | None = None,
 ) -> Dataset:
-    """A NumPy archive: x uint8 (N, H, W), (N, H, W, C) or (N, C, H, W), y whole numbers (N,), and x_test, y_test if there are.
+    """A NumPy archive: x uint8 (N, H, W), (N, H, W, C) or (N, C, H, W), y integers (N,), and x_test, y_test if there are.
 
     Args:
         test: without x_test: the share of the images that no client trains on, above 0 and below 1.
         layout: the position of the 1 or 3 channels; auto: read it from the shape.
         mean, std: as for image_folder.
         classes: their number; default: the largest label and 1.
+
+    Raises:
+        ValueError: the arrays are missing, or have another shape or dtype.
     """
     arrays = read_npz(path)
     if not {"x", "y"} <= arrays.keys() or ("x_test" in arrays) != ("y_test" in arrays):
@@ -101,6 +107,9 @@ def hugging_face(
         size: as for image_folder; None: all pictures have one size already.
         test, grey, mean, std: as for image_folder; the share test is used if there is no part called test.
         classes: the names of all classes in order; default: those that the dataset declares, or that occur.
+
+    Raises:
+        ValueError: the dataset cannot be read, or lacks a column.
     """
     import datasets
 
@@ -114,7 +123,7 @@ def hugging_face(
         not isinstance(p.features.get(image), datasets.Image) or label not in p.features for p in used.values()
     ):
         raise ValueError(
-            f"{path} needs a part train with a column {image!r} of pictures and a column {label!r}, and has {stored}"
+            f"{path} needs a part train with pictures in {image!r} and a column {label!r}, and has {stored}"
         )
 
     def pictures(part: Any) -> Tensor:
@@ -171,19 +180,13 @@ def _stacked(pictures: Sequence[Tensor], path: Path) -> Tensor:
 def _images(array: np.ndarray, where: str, layout: Layout) -> Tensor:
     """(N, C, H, W) uint8."""
     if array.dtype != np.uint8:
-        raise ValueError(
-            f"{where} has dtype {array.dtype}, expected uint8 from 0 to 255 (of floats in [0, 1]: "
-            "(255 * x).round().astype('uint8'))"
-        )
+        raise ValueError(f"{where} has dtype {array.dtype}, expected uint8 from 0 to 255")
     if array.ndim == 3:
         return torch.from_numpy(array[:, None].copy())
     places = {"NCHW": 1, "NHWC": 3} if array.ndim == 4 else {}
     possible = [name for name, axis in places.items() if array.shape[axis] in (1, 3) and layout in ("auto", name)]
     if len(possible) != 1:
-        raise ValueError(
-            f"{where} has shape {array.shape}, expected (N, H, W), or 1 or 3 channels in one place: give a layout, "
-            '"NHWC" or "NCHW"'
-        )
+        raise ValueError(f'{where} has shape {array.shape}: give a layout, "NHWC" or "NCHW"')
     return torch.from_numpy(np.ascontiguousarray(array if possible == ["NCHW"] else array.transpose(0, 3, 1, 2)))
 
 

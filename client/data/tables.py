@@ -4,6 +4,7 @@ A row is encoded as the network takes it: numbers scaled, categories one-hot. Th
 bounds are declared in [data] columns, or else computed from the training rows by `fitted`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from fedgauge.client.models.columns import MISSING, Column, Columns
 
 OneHot = Literal["plain", "scaled"]
 Missing = Literal["keep", "drop"]
+Target = Literal["auto", "class", "number"]
 Cells = Mapping[str, np.ndarray]  # by column: float64 (NaN: missing), or texts as objects (None: missing)
 MOST_CATEGORIES = 1000
 FEW = 50  # different texts that are categories in any case; more of them than half of the rows are free text
@@ -31,7 +33,7 @@ DECIMALS = 4  # with which numbers are shown, at most
 
 @dataclass(frozen=True, eq=False)
 class Tabular(Dataset):
-    """Rows x (N, D) float32, encoded by their columns, with classes y (N,) int64."""
+    """Rows x (N, D) float32, encoded by their columns, with classes y (N,) int64 or numbers y (N,) float32."""
 
     dtype: ClassVar[torch.dtype] = torch.float32
     dimensions: ClassVar[int] = 2
@@ -61,11 +63,12 @@ def table(
     classes: Sequence[str] | None = None,
     missing: Missing = "keep",
     one_hot: OneHot = "plain",
+    target: Target = "auto",
 ) -> Tabular:
     """A CSV file in UTF-8 with the columns' names in its first line, or a Parquet file.
 
     Args:
-        label: the column of classes; every other one is a feature.
+        label: the column of classes, or of the numbers to predict; every other one is a feature.
         test: the share of the rows that no client trains on, above 0 and below 1.
         categorical: columns of numeric codes of categories; text columns are always categorical.
         drop: columns to leave out, such as names or dates.
@@ -75,6 +78,7 @@ def table(
         classes: the names of all classes in order; default: those that occur, in alphabetical order.
         missing: keep missing cells as such, or drop rows that have any.
         one_hot: plain entries of 0 and 1, or scaled to mean 0 and variance 1.
+        target: whether the label is a class or a number; auto: a number where it has too many different ones for classes.
     """
     texts = [*categorical, label]
     found = read_table(path, texts, needed=[label, *drop, *categorical, *(columns or ())])
@@ -86,11 +90,16 @@ def table(
     if missing == "drop":
         whole = _whole(features)
         features, labels = {name: column[whole] for name, column in features.items()}, labels[whole]
+    tested = held_out(len(labels), test, path)
+    if target == "number" or (target == "auto" and classes is None and _are_numbers(labels)):
+        y = torch.tensor([_number(cell, label, path) for cell in labels])
+        agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)
+        rows = _parted(path, features, agreed, y, tested, ())
+        return replace(rows, classes=1, fitted=("columns",) if columns is None else ())
     names = _categories(labels, label, path) if classes is None else tuple(classes)
     if len(names) < 2:
         raise ValueError(f"{path}: column {label!r} has one class only: there is nothing to learn")
     y = torch.tensor(numbers(labels.tolist(), names, f"{path}: column {label!r}"), dtype=torch.int64)
-    tested = held_out(len(y), test, path)
     agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)
     fitted = tuple(key for key, given in (("columns", columns), ("classes", classes)) if given is None)
     return replace(_parted(path, features, agreed, y, tested, names), fitted=fitted)
@@ -196,6 +205,24 @@ def _categories(column: np.ndarray, name: str, path: Path) -> tuple[str, ...]:
             f"{path}: column {name!r} has {len(found)} different texts, expected numbers or categories: leave it out by drop"
         )
     return found
+
+
+def _are_numbers(labels: np.ndarray) -> bool:
+    """Return whether a column of labels holds numbers, and too many different ones for classes."""
+    return len(set(labels.tolist())) > min(MOST_CATEGORIES, max(FEW, len(labels) / 2)) and all(map(_is_number, labels))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _number(text: str, label: str, path: Path) -> float:
+    if not _is_number(text):
+        raise ValueError(f"{path}: column {label!r} holds {text!r}, expected a finite number")
+    return float(text)
 
 
 def _whole(columns: Cells) -> np.ndarray:

@@ -38,7 +38,12 @@ class DeployedClient(Federation):
 
     @classmethod
     def of(cls, owner: OwnerConfig, terms: ServerTerms) -> "DeployedClient":
-        """Built and checked; RequestRefused if the server's part is wrong, SpecError if the owner's is."""
+        """Built and checked.
+
+        Raises:
+            RequestRefused: the server's part is wrong.
+            SpecError: the owner's part is wrong.
+        """
         if owner.client >= terms.clients:
             raise RequestRefused(f"the protocol has {terms.clients} clients, fewer than this client's number requires")
         if owner.canary != (owner.client >= terms.clients - terms.canaries):
@@ -55,9 +60,7 @@ class DeployedClient(Federation):
                     self_audit(owner.guard)
                     owner.guard.check(own.chain.private)
                 if owner.canary and not own.chain.private:
-                    raise SpecError(
-                        "canary = true measures noise behind a clip, and [[chain]] has none: add clip and gaussian"
-                    )
+                    raise SpecError("canary = true needs noise behind a clip in [[chain]]: add clip and gaussian")
         except SpecError as error:
             raise SpecError(f"{owner.path}: {error}") from error
         return own

@@ -93,11 +93,14 @@ class GuardPolicy:
         return InspectionPolicy(self.inspect, self.architecture, self.examples).beside(private)
 
     def check(self, private: bool) -> None:
-        """SpecError if the examples would decide on a refusal although the chain promises differential privacy."""
+        """Refuse a guard that reads examples where the chain promises differential privacy.
+
+        Raises:
+            SpecError: the examples would decide on a refusal.
+        """
         if private and (self.audit is not None or self.examples):
             raise SpecError(
-                "[guard]: with audit or examples = true the examples decide whether the client answers, which the epsilon of a "
-                "chain of clip and noise does not cover: remove it, or the chain's noise"
+                "[guard]: audit and examples = true reveal what the chain's epsilon must cover: remove them"
             )
 
 
@@ -160,13 +163,15 @@ class OwnerConfig:
         if not 0 <= self.client < MOST_CLIENTS:
             raise ValueError(f"client must be in 0..{MOST_CLIENTS - 1}, got {self.client}")
         if self.canary and self.secure_sum is not None:
-            raise ValueError(
-                "canary = true sends an update that is read by itself, and [secure_sum] hides it: remove one"
-            )
+            raise ValueError("canary = true and [secure_sum] exclude each other: remove one")
 
     @classmethod
     def load(cls, path: Path) -> "OwnerConfig":
-        """Read and check a file; SpecError names it, the table, the value and what is allowed."""
+        """Read and check a file; SpecError names it, the table, the value and what is allowed.
+
+        Raises:
+            SpecError: with the file's name, the table, the value and what is allowed.
+        """
         try:
             return cls.parse(read_file(path, toml_text.MOST).decode(), path)
         except (OSError, UnicodeDecodeError) as error:
@@ -191,9 +196,7 @@ class OwnerConfig:
         split = {key: data[key] for key in _SPLIT if key in data}
         draw = settings_of(Draw, {key: data[key] for key in _DRAW if key in data}, "[data]")
         if draw.whole and split:
-            raise SpecError(
-                f"[data]: {', '.join(split)} divides shared data; whole = true means that all are this client's"
-            )
+            raise SpecError(f"[data]: {', '.join(split)} divides shared data: remove it, or whole = true")
         checked = {
             "path": path,
             "state": path.absolute().parent / coerce(tables.get("state", "state"), str, "state"),
@@ -210,7 +213,7 @@ class OwnerConfig:
         """The images."""
         with self.allowing():  # paths start from the owner's file
             table = with_absolute_paths(self.data, DATASET, self.path.parent)
-            found: Dataset = build(table, "[data]", DATASET, beside=(*_DRAW, *_SPLIT))
+            found: Dataset = build(table, "[data]", DATASET, more_keys=(*_DRAW, *_SPLIT))
             call(found.check, {}, "[data]")
         return found
 

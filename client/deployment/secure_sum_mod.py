@@ -39,14 +39,14 @@ def secure_sum(
         claims: a private folder in which the client notes the steps before it answers them; default: one for the node
             in XDG_STATE_HOME/fedgauge (~/.local/state/fedgauge), so that a machine's nodes do not share it. It keeps an empty
             file for each step, as no client can know that a server will not ask again.
+
+    Raises:
+        ValueError: inside the mod: the server asks for a single update, or for a step twice.
     """
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         if RECORD not in message.content.config_records:
-            raise ValueError(
-                "the server asks for an update that it would see by itself: "
-                "the server must wrap its strategy in fedgauge's SecureSumStrategy"
-            )
+            raise ValueError("the server asks for a single update: wrap its strategy in SecureSumStrategy")
         # the ClientApp gets what it would get without a secure sum: some expect a single ConfigRecord
         plain = copy(message)
         plain.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})

@@ -34,7 +34,11 @@ class GradingAnswer:
 
 
 def batch_to_grade(owner: OwnerConfig, state: ClientFolder, run: int, round: int) -> Batch:
-    """Return the client's batch in a round of a run; RequestRefused if it must not answer."""
+    """Return the client's batch in a round of a run.
+
+    Raises:
+        RequestRefused: it must not answer.
+    """
     if owner.grading.mode == "off":
         raise RequestRefused(NOT_ALLOWED)
     if not owner.dataset.mean:

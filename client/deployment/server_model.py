@@ -41,7 +41,7 @@ def build_servers_model(table: Table, offered: Mapping[str, Any], seed: int, mos
     try:
         mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
         _refuse_paths(table)
-        built = build_model(table, "[model]", offered, seed, beside=("mode",)).train(mode == "train")
+        built = build_model(table, "[model]", offered, seed, more_keys=("mode",)).train(mode == "train")
     except RequestRefused:
         raise
     except Exception as error:  # of any kind: which one it is may depend on this machine's files

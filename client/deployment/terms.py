@@ -38,7 +38,11 @@ class ServerTerms:
 
     @classmethod
     def parse(cls, text: str) -> "ServerTerms":
-        """From the protocol's JSON; RequestRefused with the reason."""
+        """From the protocol's JSON.
+
+        Raises:
+            RequestRefused: it cannot be read, or names a file of weights.
+        """
         try:
             spec = coerce(json.loads(text), dict, "the protocol")
             numbers = {key: coerce(spec.get(key), int, key) for key in ("seed", "rounds", "clients")}

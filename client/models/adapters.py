@@ -30,6 +30,9 @@ def lora(
         modules: names, or ends of names, of the layers that get factors.
         scale: of the product, alpha / rank in peft's terms; above 0.
         train: names, or ends of names, of modules that clients train whole in addition to the factors, such as the classifier.
+
+    Raises:
+        ValueError: a value is out of its range, or peft cannot adapt a layer.
     """
     if rank < 1 or not scale > 0 or not modules:
         raise ValueError(f"rank must be at least 1, scale above 0 and modules named, got {rank}, {scale} and {modules}")
@@ -55,6 +58,9 @@ def frozen_backbone(model: nn.Module, train: Sequence[str]) -> nn.Module:
 
     Args:
         train: names, or ends of names, of modules or parameters.
+
+    Raises:
+        ValueError: train names no parameter.
     """
     trained = _inside(model, train)
     if not trained:

@@ -21,27 +21,27 @@ _CHANGES = {"adapter": ADAPTER, "defense": MODEL_DEFENSE, "architectures": MALIC
 
 
 def build_model(
-    table: Table, where: str, offered: Mapping[str, Any], seed: int, beside: Sequence[str] = ()
+    table: Table, where: str, offered: Mapping[str, Any], seed: int, more_keys: Sequence[str] = ()
 ) -> nn.Module:
     """A network from its table, its initial weights drawn from the seed, with the changes that the table names.
 
     Args:
         offered: of the dataset.
-        beside: other valid keys of the table, for messages.
+        more_keys: other valid keys of the table, for messages.
+
+    Raises:
+        SpecError: the table fits no network, or the network does not fit the data.
     """
     own = {k: v for k, v in table.items() if k not in _CHANGES}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "model"))
         _refuse_other_examples(own, where, offered)
-        model: nn.Module = build(own, where, MODEL, offered, beside=(*beside, *_CHANGES))
+        model: nn.Module = build(own, where, MODEL, offered, more_keys=(*more_keys, *_CHANGES))
         for place, change, kind in changes_of(table, where):
             model = build(change, place, kind, {**offered, "model": model})
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
-            raise SpecError(
-                f"{where}: layer {name!r} ({type(module).__name__}) has no weights before its first pass: let the factory run one "
-                "example through the network"
-            )
+            raise SpecError(f"{where}: layer {name!r} is lazy: let the factory run one example through the network")
     return model
 
 
@@ -65,6 +65,4 @@ def _refuse_other_examples(table: Table, where: str, offered: Mapping[str, Any])
         (kind for key, kind in own.items() if key in asks), "images" if of_images or given == "text" else given
     )
     if reads != given:
-        raise SpecError(
-            f"{where}: {table['use']} reads {reads}, and [data] is {given}: choose another model (fedgauge list)"
-        )
+        raise SpecError(f"{where}: {table['use']} reads {reads}, and [data] is {given}: choose another model")

@@ -4,7 +4,6 @@ Attention is computed eagerly: the fused kernels have no second derivative, whic
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -56,7 +55,7 @@ class LanguageModel(nn.Module):
         self.positions = found.positions
         if tokenizer.size > self.vocabulary:
             raise ValueError(
-                f"the tokenizer {tokenizer.name!r} has {tokenizer.size} words, the model {self.vocabulary}: set [data] tokenizer"
+                f"{tokenizer.name!r} has {tokenizer.size} words, the model {self.vocabulary}: set [data] tokenizer"
             )
         self._freeze(freeze, found.biases)
         self.call = call_of(net, tokenizer, task, self.positions, self.value(self.parts.word))
@@ -235,9 +234,7 @@ def _check_data(task: Task, own: Task, shape: Shape, positions: int) -> None:
     if task != own:
         raise ValueError(f"this is a model for {own}, but [data] is for {task}")
     if shape[0] > positions:
-        raise ValueError(
-            f"[data] has sentences of {shape[0]} tokens, and the model {positions} positions: lower length"
-        )
+        raise ValueError(f"[data] has {shape[0]} tokens, the model {positions} positions: lower length")
 
 
 def _built(kind: Any, config: Any, task: Task, tokenizer: Tokenizer, freeze: Sequence[Freeze]) -> LanguageModel:
@@ -262,13 +259,14 @@ def _pretrained(
         key = "tokenizer" if isinstance(source, str) else "tokenizer_folder"
         raise ValueError(f'the tokenizer {tokenizer.name!r} is not that of the model: set {key} = "{source}" in [data]')
     transformers = import_transformers()
+    transformers.utils.logging.set_verbosity_error()  # else it warns that a new head is new
+    transformers.utils.logging.disable_progress_bar()
     try:
-        with _quiet(transformers):
-            config = place.load(transformers.AutoConfig, **settings)
-            _silence_dropout(config)
-            config.use_cache = False
-            settings_ = {"config": config, "attn_implementation": "eager", "dtype": torch.float32}
-            net = place.load(getattr(transformers, kind), **settings_, use_safetensors=True)
+        config = place.load(transformers.AutoConfig, **settings)
+        _silence_dropout(config)
+        config.use_cache = False
+        settings_ = {"config": config, "attn_implementation": "eager", "dtype": torch.float32}
+        net = place.load(getattr(transformers, kind), **settings_, use_safetensors=True)
     except (OSError, KeyError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
     model = LanguageModel(net, task, tokenizer, freeze).eval()
@@ -279,18 +277,3 @@ def _pretrained(
 def _silence_dropout(config: Any) -> None:
     for name, _ in _dropouts(config):
         setattr(config, name, 0.0)
-
-
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Without progress bars, and without the warning that a new head is new."""
-    log = transformers.utils.logging
-    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(before)
-        if bars:
-            log.enable_progress_bar()

@@ -162,9 +162,7 @@ class PartFinder:
         """A module's linear map, or its place-th third if the module computes query, key and value together."""
         module = self.modules[name]
         if module.weight.dim() != 2:
-            raise ValueError(
-                f"layer {name!r} of {type(self.net).__name__} is no matrix, as query, key and value must be"
-            )
+            raise ValueError(f"layer {name!r} of {type(self.net).__name__} is no matrix")
         weight, bias = self._weight(name), getattr(module, "bias", None)
         transposed = not isinstance(module, nn.Linear)
         third = int(module.weight.shape[1 if transposed else 0]) // 3

@@ -18,6 +18,9 @@ def torchvision(shape: Shape, classes: int, name: str, pretrained: Path | None =
 
     Args:
         pretrained: a safetensors file of its weights; a classifier for other classes stays as drawn from the seed.
+
+    Raises:
+        ValueError: no such network, or it does not take such images.
     """
     models = import_library("torchvision", "vision").models
     _check_name("torchvision", name, models.list_models(module=models))
@@ -47,7 +50,11 @@ def timm(shape: Shape, classes: int, name: str, pretrained: Path | None = None) 
 
 
 def import_library(name: str, extra: str) -> Any:
-    """Import an optional package; ValueError with the command to install it if it is missing."""
+    """Import an optional package.
+
+    Raises:
+        ValueError: it is missing; the message has the command to install it.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:

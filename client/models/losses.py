@@ -5,16 +5,18 @@ loss is refused there in words.
 """
 
 import inspect
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, own_line, resolve
+from fedgauge.client.labels import Findings, LabelKind, NoLabel, Numbers, label_kind
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Loss
 
@@ -64,7 +66,19 @@ class mean_squared_error(Criterion):
         # one_hot does not work under vmap, and mse_loss has no forward derivative of its gradient
         classes = torch.arange(logits.shape[-1], device=logits.device)
         target = y if y.is_floating_point() else (y.unsqueeze(-1) == classes).to(logits.dtype)
-        return (logits - target).square().mean()
+        return (logits - target.view_as(logits)).square().mean()
+
+
+@dataclass(frozen=True)
+class binary_cross_entropy(Criterion):
+    """-y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)), averaged over logits and examples.
+
+    The labels are findings, or classes 0 and 1 of a network with one output.
+    """
+
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        y = y.to(logits.dtype).view_as(logits)
+        return (F.softplus(logits) - y * logits).mean()  # binary_cross_entropy_with_logits lacks forward derivatives
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,13 @@ class next_token(Criterion):
     """-log softmax of each next word, averaged over a sentence's predicted words, then over sentences.
 
     The labels are the sentences themselves, -100 on padding; position t of the logits is compared with label t + 1.
+
+    Args:
+        mean: over a sentence's predicted words, then over sentences; or over all predicted words of the batch, as in the
+            Trainer of the package transformers.
     """
+
+    mean: Literal["sentences", "words"] = "sentences"
 
     tokens: ClassVar[bool] = True
 
@@ -83,13 +103,15 @@ class next_token(Criterion):
         else:
             seen = (y != IGNORED).to(log.dtype)
             nll = -log.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1) * seen
+        if self.mean == "words":
+            return nll.sum() / seen.sum().clamp(min=1)
         return (nll.sum(1) / seen.sum(1).clamp(min=1)).mean()
 
 
-def per_example_accuracy(logits: Tensor, y: Tensor) -> Tensor:
-    """The part of each example (B,) that the largest logit predicts correctly: its label, or its words."""
-    if y.dim() == 1:
-        return (logits.argmax(1) == y).double()
+def per_example_accuracy(logits: Tensor, y: Tensor, kind: LabelKind) -> Tensor:
+    """The part of each example (B,) that the outputs predict correctly: its label, or its words."""
+    if y.dim() == 1 or y.is_floating_point():
+        return kind.right(logits, y)
     guess, y = logits[:, :-1].argmax(-1), y[:, 1:]
     return (guess == y).double().sum(1) / (y != IGNORED).sum(1).clamp(min=1)
 
@@ -98,38 +120,160 @@ LOSS = ComponentKind("a loss", ("fedgauge.losses",), Criterion, annotated=False,
 CROSS_ENTROPY: Table = {"use": "cross_entropy"}
 
 
-def build_loss(table: Table, where: str, classes: int) -> Loss:
-    """The loss that a table names, tested on random logits; for the plain cross-entropy, torch's own function.
+def named_loss(table: Table, where: str) -> Loss:
+    """The loss that a table names, untried; for the plain cross-entropy, torch's own function.
 
-    A user's loss is a function (logits, labels, ...) with further arguments from the table, or a class with instances that take
-    logits and labels.
+    A user's loss is a function (outputs, labels, ...) with further arguments from the table, or a class with instances that take
+    outputs and labels. If its third parameter is called x, it also gets the network's input.
 
     Raises:
-        SpecError: it does not exist, has another signature, or returns no finite, differentiable scalar.
+        SpecError: it does not exist, or has other arguments.
     """
     target = resolve(table, where, LOSS)
     arguments = {k: v for k, v in table.items() if k != "use"}
     if inspect.isclass(target):
         loss: Loss = call(target, check_arguments(target, arguments, where), where)
+        reads = list(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters)
     else:
-        both = list(inspect.signature(target).parameters)[:2]
-        settings = check_arguments(target, arguments, where, dict.fromkeys(both))
-        further = {k: v for k, v in settings.items() if k not in both}
+        reads = list(inspect.signature(target).parameters)
+        given = reads[:3] if reads[2:3] == ["x"] else reads[:2]
+        settings = check_arguments(target, arguments, where, dict.fromkeys(given))
+        further = {k: v for k, v in settings.items() if k not in given}
         loss = partial(target, **further) if further else target
     if loss == cross_entropy():
         return F.cross_entropy  # same bits as the default, and attacks recognise it by identity
-    logits, y = _probe(loss, classes)
+    return FittedLoss(loss, reads_input=True) if reads[2:3] == ["x"] else loss
+
+
+class FittedLoss(nn.Module):
+    """A loss that also takes the network's input, or labels in another form than the data have.
+
+    Args:
+        loss: of outputs, labels and, if it reads the input, that.
+        form: of the labels: as they are, as floats (B,), or as a column of floats (B, 1).
+    """
+
+    def __init__(self, loss: Loss, reads_input: bool, form: int = 0) -> None:
+        super().__init__()
+        self.loss, self.reads_input, self.form = loss, reads_input, form
+
+    def forward(self, outputs: Tensor, y: Tensor, x: Tensor | None = None) -> Tensor:
+        y = y.to(outputs.dtype) if self.form and not y.is_floating_point() else y
+        y = y.unsqueeze(-1) if self.form == 2 else y
+        value: Tensor = self.loss(outputs, y, x) if self.reads_input else self.loss(outputs, y)  # type: ignore[call-arg]
+        return value
+
+
+class Expected(FittedLoss):
+    """A loss of whole classes as one of probabilities (B, classes): its mean over the classes of each example."""
+
+    def forward(self, outputs: Tensor, y: Tensor, x: Tensor | None = None) -> Tensor:
+        if not y.is_floating_point():
+            return loss_of(self.loss, outputs, y, x)
+        every, rows = torch.arange(y.shape[1], device=y.device), [slice(i, i + 1) for i in range(len(y))]
+        each = [loss_of(self.loss, outputs[i], c[None], x if x is None else x[i]) for i in rows for c in every]
+        return (torch.stack(each).view_as(y) * y).sum(1).mean()
+
+
+def loss_of(loss: Loss, outputs: Tensor, y: Tensor, x: Tensor | None) -> Tensor:
+    """The value of a loss, which gets the network's input x if it reads it."""
+    value: Tensor = loss(outputs, y, x) if isinstance(loss, FittedLoss) else loss(outputs, y)
+    return value
+
+
+def fitted_loss(
+    loss: Loss,
+    table: Table,
+    where: str,
+    tried: tuple[Tensor, Tensor, Tensor],
+    public: Tensor,
+    classes: int,
+    otherwise: SpecError | None = None,
+) -> tuple[Loss, LabelKind]:
+    """The loss in the form that takes a network's outputs for a few public examples, and the kind of its labels.
+
+    Args:
+        tried: the outputs, the labels and the network's inputs.
+        public: labels of public examples.
+        otherwise: the error to raise if it takes them in no form.
+
+    Raises:
+        SpecError: it takes them in no form, or the labels are of another kind than the loss.
+    """
+    outputs, y, x = tried
+    problem: Exception | None = None
+    for form in range(3):
+        form_of = FittedLoss(loss.loss, True, form) if isinstance(loss, FittedLoss) else FittedLoss(loss, False, form)
+        try:
+            _check_value(form_of, outputs, y, x)
+        except Exception as error:  # a user's function may raise anything
+            problem = problem or error
+            continue
+        shuffled = y.roll(1, 0) if bool((y.roll(1, 0) != y).any()) else y
+        reads = bool((form_of(outputs, y, x) - form_of(outputs, shuffled, x)).detach().abs() > 0)
+        kind = label_kind(public, outputs, reads)
+        _check_kind(loss, kind, table, where, outputs, public, classes)
+        plain = form == 0 and not isinstance(loss, FittedLoss)
+        return loss if plain else form_of, kind(public, (outputs.detach(), y, x))
+    raise otherwise or SpecError(
+        f"{where}: {table['use']!r} must take the network's outputs {tuple(outputs.shape)} and labels {tuple(y.shape)} of "
+        f"{str(y.dtype).removeprefix('torch.')}, and return their finite, differentiable mean: {_said(problem)}"
+    ) from problem
+
+
+def _check_value(loss: Loss, outputs: Tensor, y: Tensor, x: Tensor | None = None) -> None:
+    """Try a loss; ValueError if it returns no finite, differentiable scalar. Silent broadcasts of other sizes are errors."""
+    with torch.enable_grad(), warnings.catch_warnings():  # the caller may have turned gradients off
+        warnings.filterwarnings("error", "Using a target size")
+        at = outputs.detach().requires_grad_()
+        value = loss(at, y) if x is None else loss_of(loss, at, y, x)
+        if value.dim() or not value.isfinite() or not value.requires_grad:
+            raise ValueError(f"it returned {value}")
+
+
+def _said(error: Exception | None) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}{own_line(error) if error else ''}"
+
+
+def _check_kind(
+    loss: Loss, kind: type[LabelKind], table: Table, where: str, outputs: Tensor, public: Tensor, classes: int
+) -> None:
+    """Refuse labels of one kind under a loss of another."""
+    single = outputs[0].numel() == 1
+    numbers = kind is Numbers and not bool(((public >= 0) & (public <= 1)).all())
+    if single and kind is not NoLabel and not public.is_floating_point() and classes > 2:
+        why = f"the network has one output, and [data] has {classes} classes: let it return {classes}"
+    elif is_cross_entropy(loss) or isinstance(loss, cross_entropy):
+        kind = label_kind(public, outputs, True)
+        distributions = public.dim() == 2 and bool(((public.sum(1) - 1).abs() < SAME).all())
+        if not issubclass(kind, Findings | Numbers) or distributions:
+            return
+        other = "binary_cross_entropy" if kind is Findings else "mean_squared_error"
+        why = f'{table["use"]} takes one class an example, and the labels are {kind.noun}: set use = "{other}"'
+    elif isinstance(loss, binary_cross_entropy) and numbers:
+        why = f'{table["use"]} takes labels from 0 to 1, and the labels are numbers: set use = "mean_squared_error"'
+    else:
+        return
+    raise SpecError(f"{where}: {why}")
+
+
+def build_loss(table: Table, where: str, classes: int) -> Loss:
+    """The loss that a table names, tested on random logits and one class an example.
+
+    Raises:
+        SpecError: as in `named_loss`, or it returns no finite, differentiable scalar.
+    """
+    loss = named_loss(table, where)
+    if is_cross_entropy(loss):
+        return loss
+    logits, y, _ = _probe(loss, classes)
     try:
-        with torch.enable_grad():  # the caller may have turned gradients off
-            value = loss(logits.requires_grad_(), y)
-            if value.dim() or not value.isfinite() or not value.requires_grad:
-                raise ValueError(f"it returned {value}")
+        _check_value(loss, logits, y)
     except Exception as error:  # a user's function may raise anything
-        first = (str(error).splitlines() or [""])[0]
         raise SpecError(
             f"{where}: {table['use']!r} must take logits (B, classes) of any sign and labels (B,) of int64, and return their "
-            f"finite, differentiable mean: {type(error).__name__}: {first}{own_line(error)}"
-            f"{_takes_instead(loss, logits.detach(), y)}"
+            f"finite, differentiable mean: {_said(error)}{_takes_instead(loss, logits.detach(), y)}"
         ) from error
     return loss
 
@@ -139,28 +283,30 @@ def is_cross_entropy(loss: Loss) -> bool:
     return loss is F.cross_entropy
 
 
-def is_mean(loss: Loss, classes: int) -> bool:
+def is_mean(loss: Loss, classes: int, kind: LabelKind | None = None) -> bool:
     """Check that the loss of a batch is the mean of its examples' separate losses."""
     if is_cross_entropy(loss):
         return True
-    logits, y = _probe(loss, classes)
+    parts = _probe(loss, classes, kind)
     try:
-        alone = torch.stack([loss(logits[i : i + 1], y[i : i + 1]) for i in range(PROBES)]).mean()
+        alone = torch.stack([loss_of(loss, *(t[i : i + 1] for t in parts)) for i in range(len(parts[0]))]).mean()
     except Exception:  # a user's function may refuse a batch of one
         return False
-    return _same(loss(logits, y), alone)
+    return _same(loss_of(loss, *parts), alone)
 
 
-def takes_probabilities(loss: Loss, classes: int) -> bool:
-    """Check that labels may be probabilities (B, classes), with integer labels as one-hot vectors."""
+def takes_probabilities(loss: Loss, classes: int, kind: LabelKind | None = None) -> bool:
+    """Check that labels may be relaxed: probabilities (B, classes), with integer labels as one-hot vectors, or other floats."""
     if is_cross_entropy(loss):
         return True
-    logits, y = _probe(loss, classes)
+    outputs, y, x = _probe(loss, classes, kind)
+    one_class = kind is None or type(kind) is LabelKind
     try:
-        soft = loss(logits, F.one_hot(y, classes).to(logits))
+        whole = F.one_hot(y.clamp(min=0), classes) * (y != IGNORED)[..., None] if one_class else y
+        soft = loss_of(loss, outputs, whole.to(outputs), x)
     except Exception:  # a user's function may raise anything for such labels
         return False
-    return soft.dim() == 0 and _same(loss(logits, y), soft)
+    return soft.dim() == 0 and _same(loss_of(loss, outputs, y, x), soft)
 
 
 def logit_gradient(loss: Loss, logits: Tensor, y: Tensor) -> Tensor:
@@ -176,11 +322,17 @@ def predicts_tokens(loss: Loss) -> bool:
     return bool(getattr(loss, "tokens", False))
 
 
-def _probe(loss: Loss, classes: int) -> tuple[Tensor, Tensor]:
+def _probe(loss: Loss, classes: int, kind: LabelKind | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, labels and inputs on which a loss is tried."""
+    if kind is not None and kind.tried is not None:
+        return kind.tried
     tokens = (TOKENS,) if predicts_tokens(loss) else ()
     rng = generator("loss probe", classes, *tokens)
     logits = torch.randn(PROBES, *tokens, classes, generator=rng)
-    return logits, (torch.arange(logits[..., 0].numel()) % classes).view(PROBES, *tokens)
+    y = (torch.arange(logits[..., 0].numel()) % classes).view(PROBES, *tokens)
+    if tokens:
+        y[0, -1] = IGNORED  # sentences of one length hide a mean over all words
+    return logits, y, logits
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -77,10 +77,7 @@ def call_of(net: nn.Module, tokenizer: Tokenizer, task: Task, positions: int, ta
                     return call
         except Exception:  # a network may raise anything where it is called in another way than its own
             continue
-    raise ValueError(
-        f"{type(net).__name__} gives other logits for embeddings of words than for the words, or for padded sentences: expected a "
-        "network of the package transformers that takes inputs_embeds and attention_mask, such as BERT or GPT-2"
-    )
+    raise ValueError(f"{type(net).__name__} gives words and their embeddings, or padded sentences, different logits")
 
 
 def _fits(call: NetworkCall, net: nn.Module, tokenizer: Tokenizer, task: Task, positions: int, table: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.models.transformer import Block
-from fedgauge.client.models.vision import mlp
+from fedgauge.client.models.vision import mlp, require_positive
 
 
 def embedding_mlp(columns: Columns, classes: int, dimension: int = 8, hidden: Sequence[int] = (64,)) -> nn.Module:
@@ -17,9 +17,11 @@ def embedding_mlp(columns: Columns, classes: int, dimension: int = 8, hidden: Se
     Args:
         dimension: of the vectors, at least 1.
         hidden: widths of the layers.
+
+    Raises:
+        ValueError: dimension is below 1.
     """
-    if dimension < 1:
-        raise ValueError(f"dimension must be at least 1, got {dimension}")
+    require_positive("dimension", dimension)
     return _EmbeddingMLP(columns, classes, dimension, hidden)
 
 
@@ -32,6 +34,9 @@ def ft_transformer(
         dimension: of tokens, which heads divides.
         blocks: at least 1.
         hidden: width of a block's two layers, with ReLU in place of the paper's ReGLU.
+
+    Raises:
+        ValueError: a size is below 1, or heads do not divide dimension.
     """
     if blocks < 1 or heads < 1 or dimension < 1 or dimension % heads:
         raise ValueError(f"dimension {dimension} must divide among heads {heads}, and blocks {blocks} be at least 1")

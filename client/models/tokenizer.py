@@ -117,9 +117,7 @@ def model_place(source: str | Path) -> ModelPlace:
             raise ValueError(f"minilm comes from the package {MINILM.replace('_', '-')}, which is not installed")
         source = str(Path(spec.origin).parent / "model")
     elif not HUB_NAME.fullmatch(source) or (may_download.get() and Path(source).exists()):
-        raise ValueError(
-            f"{source!r} is not a name on Hugging Face's hub (model, or owner/model): for files, set folder"
-        )
+        raise ValueError(f"{source!r} is not a name on Hugging Face's hub: for files, set folder")
     elif not may_download.get():
         # transformers tries any text as a folder first, and a server that names a model must not name a folder here
         from huggingface_hub import snapshot_download
@@ -135,7 +133,11 @@ def model_place(source: str | Path) -> ModelPlace:
 
 @lru_cache(maxsize=4)
 def load_tokenizer(source: str | Path) -> Tokenizer:
-    """The tokenizer of a pre-trained model: minilm, a name on Hugging Face's hub, or a folder."""
+    """The tokenizer of a pre-trained model: minilm, a name on Hugging Face's hub, or a folder.
+
+    Raises:
+        ValueError: it cannot be loaded, or has no padding.
+    """
     place = model_place(source)
     try:
         found = place.load(import_library("transformers", "text").AutoTokenizer)
@@ -146,9 +148,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     backend.no_padding()
     pad = found.pad_token_id if found.pad_token_id is not None else found.eos_token_id
     if pad is None:
-        raise ValueError(
-            f"the tokenizer of {source} has neither a padding nor an end-of-text token to pad sentences with"
-        )
+        raise ValueError(f"the tokenizer of {source} has neither a padding nor an end-of-text token")
     special = frozenset(found.all_special_ids) | {pad}
     return Tokenizer(str(source), backend, int(pad), found.cls_token_id, found.sep_token_id, special)
 

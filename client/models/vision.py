@@ -22,7 +22,7 @@ def mlp(
     shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (256,), activation: Activation = "relu"
 ) -> nn.Module:
     """Fully connected layers with biases, for images or rows of tables; hidden: their widths."""
-    _at_least_one("hidden", min(hidden, default=1))
+    require_positive("hidden", min(hidden, default=1))
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
@@ -36,7 +36,7 @@ def lenet(shape: Shape, classes: int, stride: int = 2) -> nn.Module:
     Args:
         stride: of the first two convolutions; 1: every pixel keeps its place.
     """
-    _at_least_one("stride", stride)
+    require_positive("stride", stride)
     channels, height, width = shape
     flat = 12 * -(-height // stride**2) * -(-width // stride**2)
     model = nn.Sequential(
@@ -58,7 +58,7 @@ def lenet(shape: Shape, classes: int, stride: int = 2) -> nn.Module:
 
 def convnet(shape: Shape, classes: int, width: int = 64, norm: Norm = "batch") -> nn.Module:
     """The ConvNet of Inverting Gradients: eight 3x3 convolutions, two 3x3 max-pools, one linear layer."""
-    _at_least_one("width", width)
+    require_positive("width", width)
     channels, height, wide = shape
     _poolable(height, wide, 9)
     pooled = (height // 3 // 3) * (wide // 3 // 3)
@@ -79,7 +79,7 @@ def convnet(shape: Shape, classes: int, width: int = 64, norm: Norm = "batch") -
 
 def resnet20(shape: Shape, classes: int, width: int = 1, norm: Norm = "batch") -> nn.Module:
     """ResNet-20 for small images (He et al., 2016), parameter-free shortcuts; width multiplies 16, 32, 64 channels."""
-    _at_least_one("width", width)
+    require_positive("width", width)
     return _ResNet(shape[0], classes, 16 * width, (3, 3, 3), partial(_ResNetBlock, norm=norm), norm)
 
 
@@ -93,7 +93,7 @@ def resnet(
         width: channels of the first stage; every further stage has twice as many. ResNet20-4 is depth 20, width 64,
             ResNet32-10 depth 32, width 160.
     """
-    _at_least_one("width", width)
+    require_positive("width", width)
     blocks = {18: (2, 2, 2, 2), 20: (3, 3, 3), 32: (5, 5, 5), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}[depth]
     kind = _ResNetBottleneck if depth == 50 else partial(_ResNetBlock, project=True)
     model = _ResNet(shape[0], classes, width, blocks, partial(kind, norm=norm), norm)
@@ -247,13 +247,22 @@ def _norm(norm: Norm, channels: int) -> nn.Module:
     return nn.GroupNorm(math.gcd(8, channels), channels) if norm == "group" else nn.Identity()
 
 
-def _at_least_one(name: str, value: int) -> None:
+def require_positive(name: str, value: int) -> None:
+    """ValueError unless a number is at least 1."""
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def last_linear(model: nn.Module) -> str:
-    """The name of the classifier: the last nn.Linear of the model; ValueError when there is none."""
+    """The name of the classifier: the last nn.Linear of the model.
+
+    Example:
+        >>> last_linear(mlp((1, 28, 28), classes=10))
+        '3'
+
+    Raises:
+        ValueError: there is none.
+    """
     names: list[str] = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not names:
         raise ValueError("the model has no fully connected layer, which label restoration reads")
@@ -320,7 +329,11 @@ def copy_weights(own: dict[str, Tensor], stored: dict[str, Tensor], needed: Iter
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file; ValueError if it cannot be read."""
+    """Read the tensors of a safetensors file.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

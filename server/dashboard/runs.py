@@ -58,6 +58,8 @@ class RunCatalog:
             UnknownRun: there is no such run.
         """
         if not self.has(name):
+            with self._lock:  # another run may get this name
+                self._readings.pop(name, None)
             raise UnknownRun(f"there is no run {name!r} here")
         return self._only or Run(self.root / name)
 

@@ -26,9 +26,9 @@ from fedgauge.server.dashboard.events import EventStream
 from fedgauge.server.dashboard.guards import Guard, Json, refusal
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.gallery import Gallery, Page
+from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading, viewed
 from fedgauge.server.views.tables import in_json

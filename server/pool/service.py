@@ -15,7 +15,6 @@ from fedgauge.attacks.grading.replay import ReplayCheck, replay
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
-from fedgauge.server.pool.tape_source import TapeSource
 from fedgauge.server.pool.update_checks import TrainingCheck
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
@@ -23,7 +22,7 @@ from fedgauge.server.store.ledger_types import ATTACKED_FROM, Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
 from fedgauge.server.store.tape import TapeError
-from fedgauge.server.store.uploads import UploadMismatch
+from fedgauge.server.store.uploads import TapeSource, UploadMismatch
 
 NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
 NOT_REPLAYABLE = "no update on the tape can be recomputed: a state or altered weights in a secure sum prevent it"

@@ -22,7 +22,6 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.data.images import Dataset, Shards, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
-from fedgauge.server.pool.tape_source import TapeSource
 from fedgauge.server.pool.update_checks import MOST_UPDATES, doubt
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungraded, comparable
@@ -30,7 +29,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, by_weights
 from fedgauge.server.store.tester_truth import TesterTruth, TruthError
-from fedgauge.server.store.uploads import UploadMismatch
+from fedgauge.server.store.uploads import TapeSource, UploadMismatch
 
 Progress = Callable[[int, int], None]  # (updates done, updates in all)
 Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)

@@ -24,9 +24,8 @@ from fedgauge.client.rng import generator
 from fedgauge.client.training import StochasticLayer
 from fedgauge.client.transforms import BatchTransform, StatefulTransform, noise_free
 from fedgauge.client.update import Batch
-from fedgauge.server.pool.tape_source import TapeSource
 from fedgauge.server.store.tape import TapeError
-from fedgauge.server.store.uploads import UploadMismatch
+from fedgauge.server.store.uploads import TapeSource, UploadMismatch
 
 MOST_CLIENTS = 3  # of a round
 RECORDED = (

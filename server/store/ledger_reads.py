@@ -26,7 +26,11 @@ class LedgerReads(LedgerFile):
 
     @property
     def modality(self) -> type[Modality]:
-        """Kind of the run's data; LedgerError if it is unknown here."""
+        """Kind of the run's data.
+
+        Raises:
+            LedgerError: it is unknown here.
+        """
         if self._modality is not None:
             return self._modality
         named = self._db.execute("SELECT value fact FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()

@@ -200,10 +200,9 @@ class Scenario:
                 _shorten(tables, rounds)
             return cls.from_tables(tables, base)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
-            missing = isinstance(error, FileNotFoundError)
-            raise SpecError(
-                f"{path}: {'there is no such file; fedgauge init writes a scenario' if missing else error}"
-            ) from error
+            missing = "there is no such file; fedgauge init writes a scenario"
+            reason = missing if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
+            raise SpecError(f"{path}: {reason}") from error
 
     @classmethod
     def from_tables(cls, tables: Table, base: Path | None = None) -> "Scenario":

@@ -2,15 +2,16 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Observation
+from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import ControlledSGD, own_move, pull_after
 from fedgauge.client.update import Params, Update
@@ -27,6 +28,23 @@ _TRAINED = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 class UploadMismatch(ValueError):
     """Uploads do not fit the scenario's [model]; the message names the difference and the remedy."""
+
+
+@dataclass(frozen=True, eq=False)
+class TapeSource(FederationSource):
+    """The updates of a run, as its model has them."""
+
+    run: Run = field(kw_only=True)
+    ledger: Ledger = field(kw_only=True)
+
+    def taped(self) -> Sequence[tuple[int, int, str]]:
+        """Return round, client and digest of each accepted update with a file in the ledger, in order of arrival."""
+        rows = self.ledger.observations()
+        return [(o["round"], o["client"], o["digest"]) for o in rows if o["status"] == "accepted" and o["digest"]]
+
+    def observation(self, round: int, client: int, digest: str) -> Observation:
+        """Read one update; errors as of `read_observation`."""
+        return read_observation(self.run, self.ledger, self.federation, round, client, digest)
 
 
 def read_observation(
@@ -160,7 +178,7 @@ def _difference(weights: Tensor, sent: Tensor) -> Tensor:
 def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
     """Return the model's name of each array; positions ("0", "1", ...) follow the state_dict or the parameters.
 
-    A tied parameter that comes under its second name alone has its first one.
+    A tied parameter that the app uploads only under its second name gets its first one.
     """
     names, known = _known_names(arrays, model), _tensors(model)
     first = {id(p): name for name, p in model.named_parameters()}

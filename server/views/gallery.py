@@ -1,5 +1,7 @@
 """The gallery: private examples with their reconstructions, one page at a time."""
 
+import base64
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,19 +9,25 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedgauge.attacks.modality.base import Mark, Modality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.data.images import Dataset, Shards
+from fedgauge.client.labels import written
 from fedgauge.server.store.ledger_types import UNGRADED
-from fedgauge.server.store.pictures import SMALL, png, reconstruction
+from fedgauge.server.store.run import Run
+from fedgauge.server.store.run_files import LedgerError
+from fedgauge.server.store.tape import TapeError
 from fedgauge.server.views.formatting import in_unit, status_words
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 
+SMALL = 96  # pixels per side of an image
 WORD_BYTES = 40  # per marked word
 PAGE = 24  # cards in one answer
 BYTES = 1_000_000  # for cards with pictures, so that a report stays below 6 MB
@@ -70,7 +78,7 @@ class Card:
     client: int
     example: int
     truth: str | None
-    label: int | None
+    label: int | str | None
     label_name: str
     tiles: tuple[Tile, ...]
     truth_words: tuple[str, ...] | None
@@ -116,9 +124,11 @@ class Gallery:
         scenario = None if self.reading.ledger.deployed else self.reading.built
         return None if scenario is None else scenario.federation.shards
 
-    def label_name(self, label: int) -> str:
+    def label_name(self, label: int | str) -> str:
         """Return the name of a class, or its number."""
         names = () if self._dataset is None else self._dataset.names
+        if isinstance(label, str):
+            return f"labels {label}"
         return names[label] if label < len(names) else f"label {label}"
 
     @property
@@ -226,18 +236,18 @@ class Gallery:
             headings=self.modality.headings() if self.modality else (),
         )
 
-    def _truth(self, round: int, client: int, example: int) -> tuple[Tensor, int | None] | None:
+    def _truth(self, round: int, client: int, example: int) -> tuple[Tensor, int | str | None] | None:
         """Return the example with its label; None if it is not on this machine."""
         if self.shards is None:
             batch = self.reading.tester_truth(round, client)
             if batch is None or example >= len(batch.y):
                 return None
-            return batch.x[example], int(batch.y[example]) if batch.labelled else None
+            return batch.x[example], written(batch.y[example]) if batch.labelled else None
         rows = self.rows_at(round, client)
         if example >= len(rows):
             return None
         dataset, row = self.shards.dataset, rows[example]
-        return dataset.x[row], int(dataset.y[row]) if self._labelled else None
+        return dataset.x[row], written(dataset.y[row]) if self._labelled else None
 
     def _tile(self, attack: str, round: int, client: int, example: int) -> Tile:
         places = ((attack, round, client, e) for e in (example, WHOLE_BATCH))
@@ -261,11 +271,12 @@ class Gallery:
         words = self.modality.marked(x[example], truth[0] if truth else None) if self.modality else None
         return replace(tile, words=words)
 
-    def _label(self, y: Tensor | None, truth: tuple[Tensor, int | None] | None, example: int, attack: str) -> str:
-        if y is None or y.dim() != 1 or example >= len(y) or not (self._labelled or self.reading.ledger.deployed):
+    def _label(self, y: Tensor | None, truth: tuple[Tensor, int | str | None] | None, example: int, attack: str) -> str:
+        labels = y is not None and (y.dim() == 1 or y.is_floating_point())
+        if y is None or not labels or example >= len(y) or not (self._labelled or self.reading.ledger.deployed):
             return ""
-        guess = int(y[example])
-        right = "" if truth is None else " ✓" if truth[1] == guess else " ✗"
+        guess = written(y[example])
+        right = "" if truth is None or isinstance(guess, str) else " ✓" if truth[1] == guess else " ✗"
         return f"{self.label_name(guess)}{', given' if attack in self.given else right}"
 
 
@@ -295,3 +306,43 @@ def worst_cases(gallery: Gallery, count: int) -> list[Card]:
         if len(found) == count:
             break
     return list(found.values())
+
+
+def png(x: Tensor, most: int | None = None) -> str:
+    """Encode an image (C, H, W), one or three channels, in [0, 1] or uint8, as the data URI of a PNG.
+
+    Args:
+        most: pixels per side; larger images are averaged.
+    """
+    from PIL import Image
+
+    pixels = x.float() / 255 if x.dtype == torch.uint8 else x.clamp(0, 1)
+    if most is not None and max(pixels.shape[1:]) > most:
+        factor = math.ceil(max(pixels.shape[1:]) / most)
+        pixels = F.avg_pool2d(pixels, factor, ceil_mode=True)
+    values = (pixels * 255).round().byte().permute(1, 2, 0).numpy()  # (H, W, C)
+    file = io.BytesIO()
+    Image.fromarray(values[:, :, 0] if values.shape[2] == 1 else values).save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def reconstruction(run: Run, round: int, client: int, attack: str) -> dict[str, Tensor] | str:
+    """Read a reconstruction in the order of its scores' examples; "missing" or "damaged" without one."""
+    try:
+        return _by_example(run.read_reconstruction(round, client, attack))
+    except (TapeError, LedgerError) as error:
+        return "missing" if isinstance(error.__cause__, FileNotFoundError) else "damaged"
+
+
+def _by_example(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sort reconstructions by the example numbers that grading by a later truth added."""
+    if "example" not in tensors:
+        return tensors
+    example = tensors["example"]
+    size, some = int(example.max()) + 1, example >= 0
+    placed = dict(tensors)
+    for name, t in tensors.items():
+        if name in ("x", "y", "confidence"):
+            placed[name] = t.new_zeros((size, *t.shape[1:]))
+            placed[name][example[some]] = t[some]
+    return placed

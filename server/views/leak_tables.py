@@ -1,15 +1,18 @@
-"""Tables of results: by round, over all rounds, and of membership."""
+"""Tables of results: by round, over all rounds, of membership, and by client."""
 
-from collections.abc import Iterable
-from dataclasses import astuple
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
 
 from fedgauge.attacks.modality.base import MainMetric, Measured
 from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS, RATES
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
-from fedgauge.server.views.leakage import Leak
-from fedgauge.server.views.reading import Snapshot
+from fedgauge.server.views.leakage import Leak, counted_of_all
+from fedgauge.server.views.reading import Reading, Snapshot
 from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, role_of
+from fedgauge.server.views.scores import capped
 from fedgauge.server.views.strength import best_of, error_in_db, mean_of
 from fedgauge.server.views.tables import Cell, Column, Table
 
@@ -17,6 +20,7 @@ ATTACK, KIND = Column("attack", "attack"), Column("kind", "kind")
 EXAMPLES, CLIENTS = Column("n", "examples", "count"), Column("clusters", "clients", "count")
 IDENTIFIED = Column("identified", "identified", "rate")
 LABELS = Column("labels", "label accuracy", "number", 0, fraction=True)
+STATUSES = ("accepted", "rejected", "missing")
 LOST, UNGRADED = Column("lost", "without a value"), Column("ungraded", "not graded", "count")
 
 
@@ -146,3 +150,38 @@ def membership_table(reading: Snapshot) -> Table:
             interval = None if limit else leak.interval
             rows.append((question, name, role_of(name), leak.n, leak.mean, interval, *rates))
     return Table.of("Tests of membership", columns, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Clients:
+    """Worst case of every client under any attack; metrics: names with labels."""
+
+    metric: str
+    metrics: Sequence[tuple[str, str]]
+    table: Table
+
+
+def clients(reading: Reading, metric: str) -> Clients:
+    """Return the clients by one metric, the worst first."""
+    by = MEASURED[metric]
+    columns = [
+        Column("client", "client", "count"),
+        Column.of(by, "worst", "worst case"),
+        Column.of(by, "mean", "mean"),
+        Column("round", "worst in round", "count"),
+        Column("n", "examples", "count"),
+        *(Column(status, status, "count") for status in STATUSES),
+    ]
+    rows = counted_of_all(reading.scores, metric)
+    rows = rows.where(rows.by_attacks & rows.named(metric) & ~np.isnan(rows.value)).leakiest(metric)
+    lines: list[tuple[float, list[Cell]]] = []
+    for client in sorted({client for client, _ in reading.participation}):
+        own, statuses = rows.where(rows.client == client), (reading.participation[client, s] for s in STATUSES)
+        if not len(own):
+            lines.append((np.inf, [client, None, None, None, 0, *statuses]))
+            continue
+        at = int(np.argmax(by.sign * own.value))
+        worst, mean = float(own.value[at]), float(capped(metric, own.value).mean())
+        lines.append((-by.sign * worst, [client, worst, mean, int(own.round[at]), len(own), *statuses]))
+    table = Table(f"Clients, {by.label}", columns, [line for _, line in sorted(lines, key=lambda each: each[0])])
+    return Clients(metric, [(name, MEASURED[name].label) for name in reading.metrics], table)

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.devices import CPU
-from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching.compiled_step import missing
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.problems import Problems
@@ -192,9 +191,6 @@ def _compare(cell: SpeedCase, repetitions: int) -> Iterator[Figure]:
     yield Figure(f"{name}: cost", ms["engine"] / ms["forward"], "forwards", at_most=most)
 
 
-# ------------------------------------------------------------------------------------- one step, for the measures of a GPU
-
-
 def resnet18(shape: tuple[int, int, int], classes: int, width: int = 64) -> nn.Module:
     """ResNet-18 for large images (He et al., 2016), as torchvision has it."""
     model: Any = resnet(shape, classes, width=width)
@@ -204,12 +200,3 @@ def resnet18(shape: tuple[int, int, int], classes: int, width: int = 64) -> nn.M
     )  # the network's own ReLU then changes nothing
     built: nn.Module = model
     return built
-
-
-def step_of(posed: ImageProblem) -> tuple[Problems, Variables, Tensor]:
-    """All problems with a first guess at each, as the attack's own step takes them."""
-    problems = Problems(
-        posed.attack.objective, posed.wave, posed.known, posed.known.labels, 1, torch.get_default_dtype()
-    )
-    x = torch.randn(posed.truth.shape, generator=generator("gpu", "guess")).to(posed.truth)
-    return problems, {"x": x}, torch.arange(len(posed.wave))

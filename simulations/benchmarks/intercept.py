@@ -5,26 +5,53 @@ server's check, Flower's FedAvg. A real federation adds transport, start-up and 
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import cast
 
+from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from fedgauge.client.components import Table
+from fedgauge.server.app import one_round
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.checked import RoundReplies
+from fedgauge.server.strategy.build import build_strategy
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.tap import tap
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, one_thread
 from fedgauge.simulations.run.create import new_run
-from fedgauge.simulations.run.in_memory import InMemory, MemoryGrid, flower
+from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 WIDE: Table = {"use": "mlp", "hidden": [3000, 2900]}  # 11.1 M parameters on a digit
+
+
+class InMemory:
+    """A scenario's federation, trained round by round with the real clients, check, recorder and strategy.
+
+    Args:
+        grid: of other clients than the real ones.
+    """
+
+    def __init__(
+        self, scenario: Scenario, recorder: Callable[[RoundReplies], None], grid: MemoryGrid | None = None
+    ) -> None:
+        params, buffers = scenario.federation.initial()
+        given = grid or MemoryGrid(scenario.protocol)
+        self._grid = cast(Grid, given)
+        inner = build_strategy(scenario.strategy, scenario.protocol.clients)
+        self._strategy = CheckedStrategy(
+            inner, recorder, buffers, scenario.protocol.seed, given.clients, protocol=scenario.protocol
+        )
+        self._arrays = ArrayRecord(params)
+
+    def advance(self, round: int) -> None:
+        """One round: weights out, every client trains, updates in, aggregation."""
+        self._arrays = one_round(self._strategy, self._grid, round, self._arrays, 600.0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,15 +43,15 @@ def check_links(scenario: Scenario) -> Iterator[CheckResult]:
     descends = any(planned.build().needs_derivative for planned in scenario.plan.attacks)
     for name, table, trial in _trials(scenario.federation):
         checks = [
-            (trial.trains, True, True),
-            (trial.repeats, True, True),
-            (trial.preserves, True, False),
-            (trial.is_differentiable, descends, False),
+            (trial.trains, True),
+            (trial.repeats, True),
+            (trial.preserves, False),
+            (trial.is_differentiable, False),
         ]
         if not is_own(table, TRANSFORM):
-            checks.append((trial.declares_noise, True, True))
-        for check, needed, stops in checks:
-            found = attempt(name, check, needed, stops)
+            checks.append((trial.declares_noise, True))
+        for check, stops in checks:
+            found = attempt(name, check, descends or check != trial.is_differentiable, stops)
             if not found.works:
                 break
         yield found
@@ -129,27 +129,24 @@ class _LinkTrial:
     def _client(self, given: Update, seed: str = "link") -> Update:
         return self._run(self.link, generator("doctor", seed), given)
 
-    def _run(self, link: Transform, rng: Generator | None, given: Update) -> Update:
+    def _run(self, link: Transform, rng: Generator | None, given: Update, slope: Update | None = None) -> Update:
+        """Run a link around a client with the update `given`, which moves along `slope` with an example's brightness."""
+
         def client(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            if not is_per_example(link):
+            if slope is None and not is_per_example(link):
                 return given
-            return {k: t + 0 * batch.x.to(t.dtype).mean() for k, t in given.items()}  # one example's, as vmap sees it
+            brightness = batch.x.to(torch.get_default_dtype()).mean()  # one example's, as vmap sees it
+            return {k: t + brightness.to(t.dtype) * (0 if slope is None else slope[k]) for k, t in given.items()}
 
         return link(client)(self.base, self.batch, rng)
 
     def _along(self, link: Transform, step: Tensor) -> Tensor:
         """Return one number of the link's output for `base` moved by `step` in a random direction."""
-        rng = generator("doctor", "direction")
-        base = self.base
+        rng, base = generator("doctor", "direction"), self.base
         direction = {k: torch.randn(t.shape, generator=rng) * t.abs().mean() for k, t in base.items()}
         weights = {k: torch.randn(t.shape, generator=rng) for k, t in base.items()}
-
-        def client(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            # a link that takes examples one by one sees a different update of each
-            brightness = batch.x.to(torch.get_default_dtype()).mean()
-            return {k: t + (step + 0.1 * brightness) * direction[k] for k, t in base.items()}
-
-        update = link(client)(base, self.batch, None)
+        moved = {k: t + step * direction[k] for k, t in base.items()}
+        update = self._run(link, None, moved, {k: 0.1 * d for k, d in direction.items()})
         return torch.stack([(t * weights[k]).sum() for k, t in update.items()]).sum()
 
 

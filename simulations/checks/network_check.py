@@ -33,10 +33,10 @@ def check_network(fed: Federation) -> Iterator[CheckResult]:
         yield (result := attempt(name, partial(check, fed), stops=True))
         if not result.works:
             return
-    yield attempt("softmax", partial(try_softmax, fed), needed=False)
+    yield attempt("softmax", partial(_softmax, fed), needed=False)
 
 
-def inputs(fed: Federation, count: int = TRIED) -> Tensor:
+def _inputs(fed: Federation, count: int = TRIED) -> Tensor:
     """Some training examples, normalised as the model's input."""
     data = fed.shards.dataset
     return data.normalise(batch_of(data.x, data.y, torch.arange(min(count, len(data.y)))).x)
@@ -44,10 +44,11 @@ def inputs(fed: Federation, count: int = TRIED) -> Tensor:
 
 def _forward(fed: Federation) -> Found:
     model, data, params = fed.model, fed.shards.dataset, fed.initial()[0]
-    x = inputs(fed)
-    logits = (len(x), *data.y.shape[1:], data.classes)
+    x = _inputs(fed)
+    logits = () if fed.label_kind.tried else (len(x), *data.y.shape[1:], data.classes)
     count = sum(p.numel() for p in params.values())
-    works = f"{type(model).__name__}, outputs for {data.classes} classes, {count:,} parameters"
+    what = "numbers" if data.y.is_floating_point() else "classes"
+    works = f"{type(model).__name__}, outputs for {data.classes} {what}, {count:,} parameters"
     return parameter_problem(model, params) or forward_problem(model, params, x, logits) or works
 
 
@@ -57,7 +58,7 @@ def _gradient(fed: Federation) -> Found:
     batch = batch_of(data.x, data.y, torch.arange(min(PAIR if fed.shards.batch_size > 1 else 1, len(data.y))))
     params = fed.initial()[0]
     update = fed.gradient(params, batch, None)
-    if problem := lookup_problem(fed.model, params, inputs(fed, len(batch.x))):
+    if problem := lookup_problem(fed.model, params, _inputs(fed, len(batch.x))):
         return problem
     if bad := [name for name, t in update.items() if not t.isfinite().all()]:
         return Problem("not finite", f"the gradient of {bad[0]!r}", "is not finite", "a root or division at zero?")
@@ -66,10 +67,10 @@ def _gradient(fed: Federation) -> Found:
     return "finite"
 
 
-def try_softmax(fed: Federation) -> Found:
+def _softmax(fed: Federation) -> Found:
     """Check that the cross-entropy does not get probabilities: it would apply the softmax a second time."""
     with torch.no_grad(), without_running_stats(fed.model):  # a check must not change BatchNorm's statistics
-        made: Tensor = functional_call(fed.model, fed.initial()[0], (inputs(fed),))
+        made: Tensor = functional_call(fed.model, fed.initial()[0], (_inputs(fed),))
     sums_to_one = bool(((made.sum(-1) - 1).abs() < UNIT).all())
     probabilities = made.shape[-1] > 1 and bool((made >= 0).all()) and sums_to_one
     if not (probabilities and is_cross_entropy(fed.loss)):

@@ -19,8 +19,9 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, noise_is_known
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.limit import area, detectability, power
-from fedgauge.attacks.modality.image_metrics import PSNR_CAP, label_accuracy
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.attacks.modality.membership import MEMBER
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import PlannedAttack, modalities_of
 from fedgauge.attacks.source import PublicSource
 from fedgauge.client.chain import trained_on
@@ -86,8 +87,9 @@ class _Probe:
         first = "analytic" if self.size == 1 else "read_rows"
         yield from self._closed_form(first, "the first fully connected layer's gradient")
         yield from self._closed_form("patch_embedding", "the gradient of the patches' and positions' embeddings")
-        if self.fed.shards.dataset.labelled:  # otherwise the labels are the sentences
-            yield self._labels()
+        # without labels of their own, sentences' labels are the sentences
+        if self.fed.shards.dataset.labelled and (labels := self._labels()) is not None:
+            yield labels
         yield from self._chain()
         if self.auditor.modality.limits:
             yield self._limit()
@@ -111,7 +113,7 @@ class _Probe:
         yield Finding("leaks", words, change) if right else Finding("note", words)
 
     def _structure(self) -> Iterator[Finding]:
-        """Compare the numbers of unknowns and equations, and find layers whose gradients reveal inputs."""
+        """Compare the numbers of unknowns and equations, and find layers with revealing gradients."""
         unknowns = self.size * math.prod(self.fed.shards.dataset.shape)
         visible = sum(int(t.count_nonzero()) for t in self.wave.update.values()) // SIMULATED
         noun, count = self.auditor.modality.parts, "1 example" if self.size == 1 else f"{self.size} examples"
@@ -157,7 +159,7 @@ class _Probe:
         each = zip(self.batches, draws, strict=True)
         return [trained_on(fed.chain, fed.gradient, self.params, batch, draw) or batch for batch, draw in each]
 
-    def _labels(self) -> Finding:
+    def _labels(self) -> Finding | None:
         from fedgauge.attacks.labels import restore
 
         known = self.auditor.knowledge(PlannedAttack("labels", {"use": "idlg"}))
@@ -165,7 +167,13 @@ class _Probe:
             restored = restore(self.wave, known)
         except ValueError as error:
             return Finding("note", f"labels cannot be restored: {error}")
-        right = [label_accuracy(b.y, y) for b, y in zip(self.batches, restored, strict=True)]
+        kind = self.fed.label_kind
+        each = [kind.scores(b.y, y) for b, y in zip(self.batches, restored, strict=True)]
+        right = [scores["label_accuracy"] for scores in each if "label_accuracy" in scores]
+        if not right:
+            means = "; ".join(f"{MEASURED[m].label}: {sum(s[m] for s in each) / len(each):.2g}" for m in each[0])
+            words = f"labels ({kind.noun}) are restored from the classifier's gradient: {means}"
+            return Finding("leaks", words) if means else None
         share, chance = sum(right) / len(right), 1 / self.fed.shards.dataset.classes
         where = f"read off the updates of {len(right)} simulated clients at the untrained weights"
         self.measured["label_accuracy"] = Measurement(share, where, estimated=True)
@@ -188,8 +196,10 @@ class _Probe:
     def _limit(self) -> Finding:
         """Compare the limit of one round with the PSNR of each class's mean auxiliary image."""
         some = Batch(*(t[:TESTED] for t in self.source.auxiliary))
-        floor = in_db(float((class_means(self.source.auxiliary, some.y) - some.x).square().mean()))
-        guessing = f"guessing the mean image of each class gets {decibel(floor)} dB"
+        classes = not some.y.is_floating_point()
+        guess = class_means(self.source.auxiliary, some.y) if classes else self.source.auxiliary.x.mean(0)
+        floor = in_db(float((guess - some.x).square().mean()))
+        guessing = f"guessing the mean image{' of each class' if classes else ''} gets {decibel(floor)} dB"
         if not noise_is_known(self.fed):
             words = f"no limit: the chain has no noise of a known density; {guessing}"
             return Finding("weak", words, "noise of a known density (gaussian, dp_sgd)")

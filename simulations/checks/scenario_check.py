@@ -27,21 +27,13 @@ from fedgauge.simulations.checks.chain_check import check_links, try_links
 from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt, attempt_all
 from fedgauge.simulations.checks.network_check import check_network, try_derivatives
 
-BETWEEN_BUILDS = "draw with torch's generator, which the seed sets, or read it from a file"
+BETWEEN_BUILDS = "sort lists of files, and draw with torch's generator, which the seed sets, or read it from a file"
 Stage = Callable[[Scenario], Iterator[CheckResult]]
 
 
 def check(scenario: Scenario) -> list[CheckResult]:
     """Check a scenario that could be built; stop after a stage without which nothing can be trained."""
-    stages = (
-        _check_data,
-        _check_model,
-        _strategy,
-        check_links,
-        _check_step,
-        check_attacks,
-        _check_devices,
-    )
+    stages = (_check_data, _check_model, _check_strategy, check_links, _check_step, check_attacks, _check_devices)
     return list(_carry_out(scenario, stages))
 
 
@@ -54,22 +46,18 @@ def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[
     Raises:
         SpecError: clients cannot train, no update can be recomputed, or no planned attack works.
     """
-
-    def network(scenario: Scenario) -> Iterator[CheckResult]:
-        return check_network(scenario.federation)
-
-    attacks = partial(check_attacks, patience=patience)
-    for result in _carry_out(scenario, (_strategy, network, check_links, attacks)):
+    stages = (_check_strategy, _check_network, check_links, partial(check_attacks, patience=patience))
+    for result in _carry_out(scenario, stages):
         _refuse(result)
         if result.works is False and (result.code != NOT_APPLICABLE or result.name == PLAN):
             yield f"{result.name}: {result.message}"
 
 
 def try_first(scenario: Scenario, console: Console, where: str, patience: float = PATIENCE) -> None:
-    """Print what `warnings_before` yields, with its arguments and SpecError.
+    """Print the warnings before a training.
 
-    Args:
-        where: a name that begins each sentence.
+    Raises:
+        SpecError: it cannot work. Each sentence begins with `where`.
     """
     try:
         for words in warnings_before(scenario, patience):
@@ -103,26 +91,25 @@ def _refuse(result: CheckResult, where: str = "") -> None:
 # --------------------------------------------------------------------------------------------------------- the stages
 
 
-def _strategy(scenario: Scenario) -> Iterator[CheckResult]:
-    yield attempt("strategy", partial(_try_strategy, scenario), stops=True)
+def _check_network(scenario: Scenario) -> Iterator[CheckResult]:
+    return check_network(scenario.federation)
 
 
-def _try_strategy(scenario: Scenario) -> str:
-    """Build the server's strategy."""
+def _check_strategy(scenario: Scenario) -> Iterator[CheckResult]:
     from fedgauge.server.strategy.build import build_strategy  # imports Flower: seconds
 
     logging.getLogger("flwr").setLevel(logging.ERROR)  # it warns that evaluation is off, which is our own choice
-    return type(build_strategy(scenario.strategy, scenario.protocol.clients)).__name__
+    build = partial(build_strategy, scenario.strategy, scenario.protocol.clients)
+    yield attempt("strategy", lambda: type(build()).__name__, stops=True)
 
 
 def _check_devices(scenario: Scenario) -> Iterator[CheckResult]:
+    def found() -> str:
+        devices = attack_devices(scenario.audit, in_cluster="RAY_ADDRESS" in os.environ)
+        return f"attacks run on {' and '.join(map(str, devices)) or 'the Ray cluster'}"
+
     if scenario.audit.curious:
-        yield attempt("devices", partial(_devices, scenario))
-
-
-def _devices(scenario: Scenario) -> str:
-    devices = attack_devices(scenario.audit, in_cluster="RAY_ADDRESS" in os.environ)
-    return f"attacks run on {' and '.join(map(str, devices)) or 'the Ray cluster'}"
+        yield attempt("devices", found)
 
 
 def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
@@ -132,7 +119,8 @@ def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
     sizes = [len(own) for own in fed.shards.indices]
     message = f"{min(sizes):,} to {max(sizes):,} examples per client, {fed.shards.batch_size} of them per round"
     yield CheckResult("shards", True, True, message)
-    if data.labelled and (absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist()))):
+    one_class = data.labelled and not data.y.is_floating_point()
+    if one_class and (absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist()))):
         why = f"no training example of {len(absent)} classes, the first of them {absent[0]}"
         yield CheckResult("classes", False, False, Problem("classes", "", why, "are the labels 0, 1, 2 ...?"))
     x = data.normalise(batch_of(data.x, data.y, torch.arange(min(1000, len(data.y)))).x).float()
@@ -140,35 +128,31 @@ def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
     if data.mean and (abs(centre) > 0.5 or not 0.5 < width < 2):
         why = f"normalised images have mean {centre:.2g} and deviation {width:.2g}, expected about 0 and 1"
         yield CheckResult("normalisation", False, False, Problem("normalisation", "", why, "see mean and std"))
-    yield attempt("data, built again", partial(_same_data, fed, Federation(scenario.protocol)))
+    yield attempt("data, built again", lambda: _same_data(data, Federation(scenario.protocol).shards.dataset))
 
 
 def describe_data(data: Dataset) -> str:
     """Describe the examples: their number, shape and classes."""
     modality, shape = modality_of(data), " x ".join(map(str, data.shape))
     what = f"{modality.main.private}s of {shape} {modality.parts}"
+    if data.y.is_floating_point():
+        return f"{len(data.y):,} + {len(data.y_test):,} {what}, labels of {data.classes} numbers each"
     of = "classes" if data.labelled else "words"
     return f"{len(data.y):,} + {len(data.y_test):,} {what}, {data.classes:,} {of}"
 
 
-def _same_data(fed: Federation, other: Federation) -> Found:
-    first, again = fed.shards.dataset, other.shards.dataset
+def _same_data(first: Dataset, again: Dataset) -> Found:
     for name in ("x", "y", "x_test", "y_test"):
         if not torch.equal(getattr(first, name), getattr(again, name)):
-            return Problem(
-                "two builds", "", f"two builds differ in {name}", f"sort lists of files, and {BETWEEN_BUILDS}"
-            )
+            return Problem("two builds", "", f"two builds differ in {name}", BETWEEN_BUILDS)
     return "the same bits"
 
 
 def _check_model(scenario: Scenario) -> Iterator[CheckResult]:
     """Check the network for training and attacks, and for dropout that eval mode disables."""
-    fed, works = scenario.federation, True
-    for result in check_network(fed):
-        works &= result.works is True or not result.needed
-        if result.needed or not result.works:
-            yield result
-    if not works:
+    fed, results = scenario.federation, list(check_network(scenario.federation))
+    yield from (result for result in results if result.needed or not result.works)
+    if any(result.needed and not result.works for result in results):
         return
     dropout = [n for n, m in fed.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
     if dropout and not fed.model.training:
@@ -179,12 +163,15 @@ def _check_model(scenario: Scenario) -> Iterator[CheckResult]:
 
 
 def _check_step(scenario: Scenario) -> Iterator[CheckResult]:
-    yield attempt("one client's step", partial(_one_step, scenario.federation))
-
-
-def _one_step(fed: Federation) -> Found:
     """Compute an update of a client or group, and run the replay check on it in another federation."""
-    own, client = Federation(fed.protocol), fed.protocol.groups(1)[0][0]
-    result = replay(Federation(fed.protocol), FederationSource(own).seen(client))
-    message = f"replay check: cosine {result.cosine:.7f}, relative error {result.relative_error:.1e}: {result.verdict}"
-    return message if result.ok else Problem("replay", "", message)
+    protocol = scenario.protocol
+
+    def step() -> Found:
+        seen = FederationSource(Federation(protocol)).seen(protocol.groups(1)[0][0])
+        result = replay(Federation(protocol), seen)
+        message = (
+            f"replay check: cosine {result.cosine:.7f}, relative error {result.relative_error:.1e}: {result.verdict}"
+        )
+        return message if result.ok else Problem("replay", "", message)
+
+    yield attempt("one client's step", step)

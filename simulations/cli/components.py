@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import pkgutil
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,13 +15,13 @@ from fedgauge.attacks.learned.generators import GENERATOR
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.matching.priors import PRIOR
 from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import ComponentKind, SpecError
+from fedgauge.client.components import ComponentKind
 from fedgauge.client.deployment.deployed_client import SELF_AUDIT
 from fedgauge.client.deployment.secure_sum_terms import SECURE_SUM
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.losses import LOSS
-from fedgauge.client.registry import Entry, unknown_groups
+from fedgauge.client.registry import Entry
 from fedgauge.server.strategy.build import STRATEGY
 
 KINDS: Mapping[str, ComponentKind] = {
@@ -67,44 +66,30 @@ def components_of(kind: str | None = None, own_only: bool = False) -> list[Compo
 
     Args:
         own_only: leave out plug-ins.
-
-    Raises:
-        SpecError: there is no such kind.
     """
-    if kind is not None and kind not in KINDS:
-        raise SpecError(f"there is no kind {kind!r}: the kinds are {', '.join(KINDS)}")
     listed = []
     for name in KINDS if kind is None else (kind,):
         # what is in two groups, as an attack on two kinds of data, is listed once
         once = {(entry.name, entry.value, entry.package): entry for entry in KINDS[name].entries()}
         listed += [_component(name, entry) for entry in once.values() if entry.own or not own_only]
-    if kind is None and not own_only:  # plug-ins of a group that no kind has would be ignored in silence
-        groups = [group for each in KINDS.values() for group in each.groups]
-        error = f"there is no such group; the groups are {', '.join(groups)}"
-        listed += [Component("unknown", e.name, package=e.package, error=error) for e in unknown_groups(groups)]
     return listed
 
 
 def _component(kind: str, entry: Entry) -> Component:
-    listed = Component(kind, entry.name, package=entry.package)
-    try:
-        target = _load(KINDS[kind], entry)
-        words = " ".join((inspect.getdoc(target) or "").split("\n\n")[0].split())
-        return dataclasses.replace(listed, target=target, description=words)
-    except (Exception, SystemExit) as error:  # a plug-in may raise anything while it is imported
-        if entry.own:
-            raise
-        return dataclasses.replace(listed, error=f"{type(error).__name__}: {error}")
-
-
-def _load(kind: ComponentKind, entry: Entry) -> Callable[..., Any]:
-    namesakes = {other.package for other in kind.entries() if other.name == entry.name} - {entry.package}
+    listed, of_kind = Component(kind, entry.name, package=entry.package), KINDS[kind]
+    namesakes = {other.package for other in of_kind.entries() if other.name == entry.name} - {entry.package}
     if not entry.own and namesakes:  # no plug-in replaces a name of fedgauge
-        raise ValueError(f"{' and '.join(sorted(namesakes))} also has a component of this name")
-    target = pkgutil.resolve_name(entry.value)
-    if not entry.own and not kind.admits_outside(target, (entry.module.split(".")[0],)):
-        raise TypeError(f"{entry.value} is not {kind.noun}")
-    return typing.cast(Callable[..., Any], target)
+        error = f"{' and '.join(sorted(namesakes))} also has a component of this name"
+        return dataclasses.replace(listed, error=error)
+    try:
+        target = pkgutil.resolve_name(entry.value)
+        fits = entry.own or of_kind.admits_outside(target, (entry.module.split(".")[0],))
+    except (Exception, SystemExit) as error:  # a plug-in may raise anything while it is imported
+        return dataclasses.replace(listed, error=f"{type(error).__name__}: {error}")
+    if not fits:
+        return dataclasses.replace(listed, error=f"{entry.value} is not {of_kind.noun}")
+    words = " ".join((inspect.getdoc(target) or "").split("\n\n")[0].split())
+    return dataclasses.replace(listed, target=target, description=words)
 
 
 def print_components(components: Sequence[Component], console: Console) -> None:

@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
-from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.cli.options import RUNS, tell
+from fedgauge.simulations.cli.options import RUNS, refuse, tell
 
 
 def find_run(named: Path, folder: Path) -> Run:
-    """Find a run by its folder, or by its name in the folder of runs; LedgerError if there is none."""
+    """Find a run by its folder, or by its name in the folder of runs.
+
+    Raises:
+        LedgerError: there is none.
+    """
     below = folder / named
     if not named.exists() and not below.exists():
         raise LedgerError(f"there is no run {named}, neither here nor in {folder}: fedgauge runs lists those there are")
@@ -36,6 +39,6 @@ def _runs_in(folder: Path) -> list[Run]:
 
 def all_runs(folder: Path) -> list[Run]:
     """Every run in the folder of runs, newest first; SpecError if a folder was named that is none."""
-    if (folder / "ledger.sqlite").exists() or (folder != RUNS and not folder.is_dir()):
-        raise SpecError(f"{folder} is a run, or no folder: --runs names the folder in which runs are kept")
+    wrong = (folder / "ledger.sqlite").exists() or (folder != RUNS and not folder.is_dir())
+    refuse({f"{folder} is a run, or no folder: --runs names the folder in which runs are kept": wrong})
     return _runs_in(folder)[::-1]

@@ -102,9 +102,7 @@ def add_gate(command: argparse.ArgumentParser) -> None:
 def metric_value(text: str) -> tuple[str, float]:
     """Parse a metric and a finite number: psnr=20."""
     name, _, value = text.partition("=")
-    if not name or not math.isfinite(bound := float(value)):
-        raise ValueError
-    return name, bound
+    return name, between(float, -math.inf)(value)
 
 
 def between(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:

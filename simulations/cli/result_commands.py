@@ -43,8 +43,7 @@ def watch(options: argparse.Namespace) -> int:
 
     below = options.runs / options.path if options.path is not None else options.runs
     shown = options.path if options.path is not None and options.path.exists() else below
-    if not shown.is_dir():
-        raise LedgerError(f"{shown} is not a folder: name a run, or the folder in which runs are kept")
+    refuse({f"{shown} is not a folder: name a run, or the folder in which runs are kept": not shown.is_dir()})
 
     def announce(address: str) -> None:
         # a container's log must not hold the token
@@ -85,8 +84,6 @@ def report(options: argparse.Namespace) -> int:
             print(write_report(run))
             shown.append(run)
         except LedgerError as error:
-            if len(chosen) == 1:
-                raise
             tell(error)  # and the others are shown
     if len(shown) > 1:
         beside = shown[0].folder.absolute().parent / "comparison.html"

@@ -114,7 +114,8 @@ def audit(options: argparse.Namespace) -> int:
     if options.truth is None:  # before anything is put into the queue
         attack_devices(scenario.audit, in_cluster="RAY_ADDRESS" in os.environ)
     with run.ledger() as ledger:
-        truth = _truth(options, run, ledger)
+        refuse({f"--truth: {run.folder} is graded by its own data": options.truth and not ledger.deployed})
+        truth = None if options.truth is None else TesterTruth.named(options.truth)
         if ledger.foreign:
             replies = prepare_app(run, ledger, scenario)
             console.print(f"the app's clients upload {replies} ([tape] replies = {scenario.tape.replies!r})")
@@ -183,15 +184,6 @@ def _attack(options: argparse.Namespace, run: Run, ledger: Ledger, scenario: Sce
             force=options.force,
         )
     return interrupt.asked
-
-
-def _truth(options: argparse.Namespace, run: Run, ledger: Ledger) -> TesterTruth | None:
-    """The truth that --truth names; SpecError if the run has one of its own."""
-    if options.truth is None:
-        return None
-    if not ledger.deployed:
-        raise SpecError(f"--truth is for deployments and your own Flower app; {run.folder} is graded by its own data")
-    return TesterTruth.named(options.truth)
 
 
 def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str], retry: list[str]) -> None:

@@ -17,21 +17,12 @@ from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.cli.options import tell
-from fedgauge.simulations.live import json_log
 from fedgauge.simulations.live.log import Log
+from fedgauge.simulations.live.view import finish
 from fedgauge.simulations.reports.terminal import rich_table
 
-SHOWN = (
-    "round",
-    "accuracy",
-    "attack",
-    "mean",
-    "worst",
-    "baseline",
-    "labels",
-    "lost",
-    "ungraded",
-)  # columns of the results
+# columns of the results
+SHOWN = ("round", "accuracy", "attack", "mean", "worst", "baseline", "labels", "lost", "ungraded")
 
 
 def print_summary(run: Run, log: Log) -> None:
@@ -39,7 +30,7 @@ def print_summary(run: Run, log: Log) -> None:
     from fedgauge.simulations.reports.report import write_report
 
     if log == "json":
-        json_log.finish(run, write_report(run))
+        finish(run, write_report(run))
         return
     with read_once(run) as reading:
         if log == "quiet":

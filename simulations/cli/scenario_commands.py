@@ -53,8 +53,10 @@ def init(options: argparse.Namespace) -> int:
 
 def list_components(options: argparse.Namespace) -> int:
     """Carry out `fedgauge list [KIND]`."""
-    from fedgauge.simulations.cli.components import components_of, print_components
+    from fedgauge.simulations.cli.components import KINDS, components_of, print_components
 
+    unknown = options.kind is not None and options.kind not in KINDS
+    refuse({f"there is no kind {options.kind!r}: the kinds are {', '.join(KINDS)}": unknown})
     print_components(components_of(options.kind), Console(soft_wrap=True))
     return 0
 

@@ -92,7 +92,11 @@ class Deployment:
 
     @classmethod
     def open(cls, folder: Path) -> "Deployment":
-        """An existing deployment; SpecError if the folder does not hold one."""
+        """An existing deployment.
+
+        Raises:
+            SpecError: the folder does not hold one.
+        """
         missing = [name for name in ("scenario.toml", "keys", "tls") if not (folder / name).exists()]
         if missing:
             raise SpecError(
@@ -180,7 +184,7 @@ class Deployment:
 
 
 def _settings(folder: Path, clients: int) -> str:
-    """The settings of docker-compose.yml; containers of a machine's deployments are told apart by the folder's name."""
+    """The settings of docker-compose.yml; the folder's name is in the names of its containers."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.absolute().name.lower()).strip("-")
     project = "fedgauge" if name in ("", FIRST_RUN) else f"fedgauge-{name}"
     user, group = os.getuid() or CONTAINER_USER, os.getgid() or CONTAINER_USER

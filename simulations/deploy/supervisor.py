@@ -61,7 +61,11 @@ class LocalDeployment:
         self._write_facts()
 
     def finish(self, name: str) -> None:
-        """Start a service that does its work once, and wait for it; TrainingFailed if it fails."""
+        """Start a service that does its work once, and wait for it.
+
+        Raises:
+            TrainingFailed: it fails.
+        """
         self.begin(name)
         if status := self.children[name].wait():
             raise TrainingFailed(self.blame(name, f"exit status {status}"))

@@ -27,7 +27,6 @@ CELL_KEYS = (
 )
 JOINED = ("data", "model", "train")
 BEYOND_METRICS = ("spread", "n", "iterations", "restarts")  # of what a paper reports of an attack
-NOT_SUBMITTED = ("iterations", "restarts", "seconds", "labels", "lengths", "metrics", "auxiliary")  # the cell decides
 
 
 def names() -> list[str]:
@@ -36,7 +35,11 @@ def names() -> list[str]:
 
 
 def load(name: str) -> PaperTable:
-    """Read a table by name; SpecError if there is none or if it has a mistake."""
+    """Read a table by name.
+
+    Raises:
+        SpecError: there is none or if it has a mistake.
+    """
     if name not in names():
         raise SpecError(f"no paper table is called {name!r}; there are {', '.join(names())}")
     return parse(name, tomllib.loads(next(PAPERS.glob(f"*/{name}.toml")).read_text()))
@@ -66,7 +69,7 @@ def _setting(cell: Cell) -> Setting:
 
 
 def _attack_spec(table: Table, where: str) -> AttackSpec:
-    own = {f.name for f in fields(AttackSpec)} - {"table", "budget", "trace"}
+    own = {f.name for f in fields(AttackSpec)} - {"table", "budget"}
     spent = {f.name for f in fields(Budget)}
     made = {
         "table": {k: v for k, v in table.items() if k not in own | spent},
@@ -93,11 +96,6 @@ def restrict(
     those called `always` are chosen.
     """
     chosen = [c for c in paper_table.cells if (not c.heavy if cells is None else _matches(c.name, cells))]
-    if not chosen:
-        known = ", ".join(c.name for c in paper_table.cells)
-        raise SpecError(
-            f"no cell of {paper_table.name} is chosen by --cells {cells!r} (heavy ones are if named): {known}"
-        )
 
     def chosen_attacks(cell: Setting) -> list[AttackSpec]:
         names = {t.name for t in cell.attacks if attacks is None or t.name in always or _matches(t.name, attacks)}
@@ -107,8 +105,11 @@ def restrict(
 
     changed = [replace(c, n=n or c.n, attacks=tuple(specs)) for c in chosen if (specs := chosen_attacks(c))]
     if not changed:
-        known = ", ".join(dict.fromkeys(t.name for c in chosen for t in c.attacks))
-        raise SpecError(f"no attack of {paper_table.name} matches {attacks!r}; it has: {known}")
+        known = [c.name for c in paper_table.cells], sorted({t.name for c in paper_table.cells for t in c.attacks})
+        listed = "; its attacks: ".join(map(", ".join, known))
+        raise SpecError(
+            f"{paper_table.name} has nothing for --cells {cells!r} --attacks {attacks!r}; its cells: {listed}"
+        )
     return replace(paper_table, cells=tuple(changed))
 
 
@@ -137,7 +138,7 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str]) -> PaperTa
         name, table = submitted(text)
         made = [_attacked(cell, name, table) for cell in cells]
         if made == cells:
-            raise SpecError(f"--attack: {name} fits none of the chosen cells: choose others with --cells")
+            raise SpecError(f"--attack: no chosen cell lacks {name} and fits it: add name=another, or change --cells")
         cells = made
     return replace(paper_table, cells=tuple(cells))
 
@@ -145,8 +146,6 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str]) -> PaperTa
 def submitted(text: str) -> tuple[str, Table]:
     """Parse the name and the settings of an attack from text: 'mine:sharper rate=0.1'."""
     table = component_of(text, "--attack")
-    if wrong := [key for key in table if key in NOT_SUBMITTED]:
-        raise SpecError(f"--attack: {wrong[0]} is the same for every attack of a cell; leave it out")
     return str(attack_name(table)), {key: value for key, value in table.items() if key != "name"}
 
 
@@ -154,7 +153,7 @@ def _attacked(cell: Setting, name: str, table: Table) -> Setting:
     """A cell with a further attack, if it is about what the cell's first one is about."""
     like = cell.attacks[0]
     if name in {attack.name for attack in cell.attacks}:
-        raise SpecError(f"--attack: cell {cell.name} has an attack called {name} already; add name=another")
+        return cell
     spec = replace(like, name=name, table=table, paper={}, against="")
     spec.build()
     # nothing is known of what data a user's own module reconstructs

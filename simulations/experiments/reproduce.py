@@ -2,15 +2,11 @@
 
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import SpecError, is_own, own_line
-from fedgauge.simulations.checks.check_result import remedy, sentence
 from fedgauge.simulations.experiments.measures import AttackOutcome, ComparedFigure
 from fedgauge.simulations.experiments.paper_tables import PaperTable, Setting
 from fedgauge.simulations.experiments.results import ResultsFile, figures_table, head_of, print_table
@@ -68,21 +64,5 @@ def _attack_cell(cell: Setting, seed: int, left: Collection[str], place: int) ->
     for spec in (spec for spec in cell.attacks if spec.name in left):
         for needed in cell.attacks:  # what it is compared with was perhaps done in an earlier call
             if needed.name in (spec.name, spec.against) and needed.name not in outcomes:
-                with _one_sentence(
-                    f"cell {cell.name}, attack {needed.name}", needed.is_limit or is_own(needed.table, ATTACK)
-                ):
-                    outcomes[needed.name] = run_attack(needed, setup, cell.wave)
+                outcomes[needed.name] = run_attack(needed, setup, cell.wave)
         yield compared_figures(cell, spec, outcomes[spec.name], outcomes, setup.note)
-
-
-@contextmanager
-def _one_sentence(where: str, own: bool) -> Iterator[None]:
-    """Turn an exception of a user's attack or defense into a SpecError; pass on fedgauge's own errors."""
-    try:
-        yield
-    except SpecError:
-        raise
-    except Exception as error:  # a user's code may raise anything
-        if own and not own_line(error):
-            raise
-        raise SpecError("; ".join(filter(None, (f"{where}: {sentence(error)}", remedy(error))))) from error

@@ -70,7 +70,11 @@ class ResultsFile(Generic[Row]):
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read a file of results, or a kept one by the name of its table; SpecError if it is none."""
+    """Read a file of results, or a kept one by the name of its table.
+
+    Raises:
+        SpecError: it is none.
+    """
     if not path.exists():
         path = next(PAPERS.glob(f"*/results/{path}.json"), path)
     try:
@@ -86,7 +90,11 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def rows_of(kept: Mapping[str, Any], kind: type[Row], name: str) -> list[Row]:
-    """The rows of a file; SpecError if one is of another kind."""
+    """The rows of a file.
+
+    Raises:
+        SpecError: one is of another kind.
+    """
     kinds = get_type_hints(kind)
     try:
         return [
@@ -163,11 +171,11 @@ def compared(files: Mapping[str, Mapping[str, Any]]) -> Table:
     """
     (first, head), *others = files.items()
     for name, other in others:
-        if any(other.get(key, 1) != head.get(key, 1) for key in ("name", "version")):
-            raise SpecError(f"{first} and {name} hold figures of different tables or versions: they do not compare")
-        for key in other["computed"].keys() & head["computed"].keys():
-            if other["computed"][key] != head["computed"][key]:
-                raise SpecError(f"{name}: {key} was computed with another seed, n, budget or setting than in {first}")
+        differ = [key for key in ("name", "version") if other.get(key, 1) != head.get(key, 1)]
+        shared = other["computed"].keys() & head["computed"].keys()
+        differ += [key for key in shared if other["computed"][key] != head["computed"][key]]
+        if differ:
+            raise SpecError(f"{first} and {name} do not compare: they differ in the settings of {differ[0]}")
     found: dict[tuple[str, str, str], dict[str, ComparedFigure]] = {}
     for name, kept in files.items():
         for row in rows_of(kept, ComparedFigure, name):

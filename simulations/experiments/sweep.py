@@ -62,7 +62,11 @@ def run_sweep(sweep: Sweep, file: ResultsFile[SweepRow], jobs: int) -> Iterator[
 
 
 def results_of(sweep: Sweep, folder: Path) -> ResultsFile[SweepRow]:
-    """The results in a sweep's folder; SpecError if it holds anything else."""
+    """The results in a sweep's folder.
+
+    Raises:
+        SpecError: it holds anything else.
+    """
     folder = Run(folder).folder  # what a link means that the user named
     computed = {cell.folder: digest_of(cell.tables) for cell in sweep.cells}
     file = ResultsFile(folder / "sweep.json", SweepRow, {"name": sweep.name, "version": 1, "computed": computed})

@@ -51,18 +51,14 @@ class Sweep:
         """Read and check a file; SpecError names the file, the table, the value and what is allowed."""
         try:
             return cls(path.stem, tuple(_cells(toml_text.parse(read_file(path, toml_text.MOST)))))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            words = getattr(error, "strerror", None) or error
-            raise SpecError(f"{path}: not a readable TOML file: {words}") from error
-        except SpecError as error:
-            raise SpecError(f"{path}: {error}") from error
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
+            raise SpecError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _cells(tables: Table) -> list[SweepCell]:
     shared = coerce(tables.get("scenario", {}), dict, "[scenario]")
-    for key in ("chain", "attack", "seed"):
-        if key in shared:
-            raise SpecError(f"[scenario]: {key} is what the sweep varies; set it in [[defense]], [[attack]] or seeds")
+    if varied := [key for key in ("chain", "attack", "seed") if key in shared]:
+        raise SpecError(f"[scenario]: {varied[0]} is what the sweep varies; set it in [[defense]], [[attack]] or seeds")
     seeds = coerce(tables.get("seeds", [0]), Sequence[int], "seeds")
     if not (tables.get("defense") and tables.get("attack") and seeds):
         raise SpecError("a sweep needs at least one [[defense]], one [[attack]] and one seed")
@@ -79,8 +75,6 @@ def _cell(shared: Table, cell: Cell) -> SweepCell:
     defense, where = str(cell.place["defense"]["name"]), f"[[defense]] {cell.place['defense']['name']}"
     own = cell.table
     tables = {**layered([shared, own], MERGED, where), "attack": cell.attacks}
-    if not defense or not own.get("chain"):
-        raise SpecError(f"{where} needs a name and a chain")
     try:
         planned = Scenario.from_tables(tables).plan.attacks
     except SpecError as error:

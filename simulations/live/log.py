@@ -24,10 +24,8 @@ def with_errors(command: Command) -> Command:
     def run(options: Namespace) -> int:
         try:
             return command(options)
-        except BrokenPipeError:  # there is no reader
-            raise
         except (Exception, KeyboardInterrupt) as error:
-            if options.log == "json":
+            if options.log == "json" and not isinstance(error, BrokenPipeError):  # then there is no reader
                 emit("error", words=str(error) or "stopped")
             raise
 

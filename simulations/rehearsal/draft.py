@@ -16,7 +16,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.local_data import read_npz
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.rehearsal.examples import Form, Sentences
+from fedgauge.simulations.rehearsal.examples import Form
 
 OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
 SETTINGS = {"sgd": ("momentum", "nesterov"), "adam": ("betas", "eps"), "adamw": ("betas", "eps")}
@@ -128,9 +128,9 @@ def check_attackable(
         draft.refuse(
             "inputs", f"takes {x.dtype} of shape {x.shape[1:]}", "such inputs have no attack here yet", network
         )
-    elif isinstance(form, Sentences) and "kind" in (form.language["adapter"] or {}):
-        draft.refuse("adapter", f"is adapted by {form.language['adapter']['kind']}", "LoRA is attacked here", network)
-    elif not (isinstance(form, Sentences) and form.next_token):
+    elif form.language and (kind := (form.language["adapter"] or {}).get("kind")):
+        draft.refuse("adapter", f"is adapted by {kind}", "LoRA is attacked here", network)
+    elif not form.next_token:
         if y is None or y.ndim != 1 or not np.issubdtype(y.dtype, np.integer) or y.min(initial=0) < 0:
             why = "no labels were seen" if y is None else f"labels are {y.dtype} of shape {y.shape[1:]}"
             draft.refuse("labels", why, "attacks here need one class for each example")
@@ -162,18 +162,16 @@ def write_draft(
     draft.add("[data]", form.origin, **form.data)
     _data(draft, [observed.clients[node][0] for node in public], n, form, files, len(observed.clients))
     draft.add("[data]", f"examples of client {int(attacked[0]) - 1} in a round", batch_size=n)
-    sentences = isinstance(form, Sentences)
-    if not (sentences and form.next_token):
+    if not form.next_token:
         draft.add("[data]", "outputs of the network", classes=first["output"][1])
     draft.add("[model]", "the network's mode in training", mode=first["mode"])
     _loss(draft, first["losses"], form)
-    adapter = form.language["adapter"] if isinstance(form, Sentences) else None
-    if adapter:
-        draft.add("[[model.adapter]]", "peft's adapter", use="lora", **adapter)
+    if form.language and form.language["adapter"]:
+        draft.add("[[model.adapter]]", "peft's adapter", use="lora", **form.language["adapter"])
     elif first["frozen"]:
-        frozen = [f"net.{name}" for name in first["frozen"]] if sentences else first["frozen"]
+        frozen = [f"net.{name}" for name in first["frozen"]] if form.language else first["frozen"]
         draft.add("[[chain]]", "parameters that no optimizer updates", use="freeze", layers=frozen)
-        if not sentences:
+        if not form.language:
             draft.add("[model]", "values of frozen parameters", weights=str(files / WEIGHTS))
     if (dp := first["dp"]) is not None:
         settings = {key: dp[key] for key in ("max_norm", "noise_multiplier")}
@@ -188,7 +186,7 @@ def write_draft(
         steps = [PLAIN | {"passes": passes}] * (len(first["sizes"]) // passes)
     _training(draft, first["sizes"], steps, n, epochs, reordered)
     draft.add("[audit]", "attacks that fit, in minutes", effort="quick", executor="local")
-    if isinstance(form, Sentences) and not form.language["tokenizer"]:
+    if form.language and not form.language["tokenizer"]:
         draft.note("tokenizer", "the app's tokenizer was not found; reports show token ids as words")
     for rounds_of in observed.clients.values():
         for facts in rounds_of:
@@ -229,7 +227,7 @@ def _data(draft: Draft, public: Sequence[Mapping[str, Any]], n: int, form: Form,
 
 def _loss(draft: Draft, losses: Mapping[str, Mapping[str, Any]], form: Form) -> None:
     """Name the loss, or say what is assumed in its place."""
-    if isinstance(form, Sentences) and form.next_token:
+    if form.next_token:
         draft.add("[loss]", "the network returns logits for each token", use="next_token")
     options = {**losses.get("nll_loss", {}), **losses.get("cross_entropy", {})}
     if not losses.keys() & {"cross_entropy", "nll_loss"}:
@@ -312,7 +310,7 @@ def with_network(draft: Draft, first: Mapping[str, Any], form: Form) -> Scenario
             reasons.append(str(error))
             continue
         shapes = {name: list(p.shape) for name, p in scenario.federation.model.named_parameters()}
-        if shapes == first["parameters"] or isinstance(form, Sentences):
+        if shapes == first["parameters"] or form.language:
             draft.lines = trial.lines
             return scenario
         reasons.append(f"{network['use']} builds another network")
@@ -324,7 +322,7 @@ def with_network(draft: Draft, first: Mapping[str, Any], form: Form) -> Scenario
 
 def _networks(first: Mapping[str, Any], form: Form) -> list[tuple[dict[str, Any], str]]:
     """Return the tables of [model] that may build the network, with their origin."""
-    if isinstance(form, Sentences):
+    if form.language:
         kind = "decoder" if form.next_token else "encoder"
         return [({"use": kind, "folder": form.language["folder"]}, "as saved after the training")]
     found = []
@@ -337,16 +335,21 @@ def _networks(first: Mapping[str, Any], form: Form) -> list[tuple[dict[str, Any]
     return found
 
 
+def attack_once(draft: Draft, client: int, round: int, origin: str) -> None:
+    """Attack one update instead of all."""
+    draft.replace("[audit]", "clients", [client])
+    draft.add("[audit]", origin, rounds=[round])
+
+
 def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, files: Path) -> None:
     """Let layers that were trained and not uploaded stay with the clients.
 
     Args:
-        client, round: of the first training, of which their values are known.
+        client, round: of the first training, which began with known values.
     """
     draft.add("[[chain]]", "layers that are trained and never uploaded", use="private_layers", layers=list(layers))
     draft.add("[model]", "the first client's values of these layers", weights=str(files / WEIGHTS))
-    draft.replace("[audit]", "clients", [client])
-    draft.add("[audit]", "the first training", rounds=[round])
+    attack_once(draft, client, round, "the first training")
     why = f"clients train {', '.join(layers[:3])} and do not upload them"
     draft.note(
         "private", why, f"only client {client}'s update of round {round} starts from known values and is attacked"

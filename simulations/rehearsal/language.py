@@ -57,7 +57,7 @@ def _tokenizer(kind: type, size: int, pad: int) -> Any:
 
 
 def _numbers(size: int, pad: int, ids: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the settings of a tokenizer whose words are the ids."""
+    """Return the settings of a tokenizer that writes ids as numbers."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({str(i): i for i in range(size)}, unk_token=str(pad)))

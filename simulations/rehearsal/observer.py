@@ -126,7 +126,7 @@ class Training:
         )
 
     def _reads(self, named: Mapping[str, Tensor]) -> None:
-        """Note what a batch of sentences has besides token ids."""
+        """Note padding, other inputs and masked labels of a batch of sentences."""
         ids, mask, labels = (named.get(key) for key in ("input_ids", "attention_mask", "labels"))
         if other := named.keys() - TEXT_INPUTS:
             self.notes["inputs"] = f"sentences come with {', '.join(sorted(other))}"
@@ -170,7 +170,7 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     network = unwrapped(module)
     forward = getattr(network, "get_base_model", lambda: network)().forward  # peft's has no names
     names = [*inspect.signature(forward).parameters, *map(str, range(len(args)))]
-    found = dict(zip(names, args, strict=False)) | kwargs
+    found: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     return found | {k: v for a in args if isinstance(a, Mapping) for k, v in a.items()}
 
 

@@ -31,12 +31,13 @@ from fedgauge.simulations.rehearsal.draft import (
     LIBRARIES,
     Draft,
     Observed,
+    attack_once,
     check_attackable,
     keep_layers,
     with_network,
     write_draft,
 )
-from fedgauge.simulations.rehearsal.examples import Form, Sentences, form_of
+from fedgauge.simulations.rehearsal.examples import Form, form_of
 from fedgauge.simulations.rehearsal.flower_app import FlowerApp, Settings
 from fedgauge.simulations.rehearsal.train import OBSERVED
 from fedgauge.simulations.run.create import prepare_app
@@ -121,45 +122,38 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     rounds = max(row["round"] for row in rows)
     write_draft(draft, observed, attacked, nodes[len(attacked) :], form, rounds, files, whole)
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
-    built = () if isinstance(form, Sentences) else first["built"]
+    built = () if form.language else first["built"]
     packages = tuple({call["module"].partition(".")[0]: None for call in built}.keys() - LIBRARIES)
     with components.allowing(packages, [folder.resolve()]), users_errors():
         scenario = with_network(draft, first, form)
         if scenario is None:
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
             return refused
-        attacked_row = next(row for row in rows if row["client"] == numbers[attacked[0]])
-        kept = _never_sent(run, scenario, first, attacked_row)
-        if kept:
-            keep_layers(draft, kept, attacked_row["client"], attacked_row["round"], files)
+        client = numbers[attacked[0]]
+        own = {row["round"]: row["digest"] for row in rows if row["client"] == client}
+        began = min(own)
+        if kept := _never_sent(scenario, first, run.tape().read(began, client, own[began])):
+            keep_layers(draft, kept, client, began, files)
             scenario = draft.scenario()
         n = scenario.federation.shards.batch_size
         for node in attacked if truth else ():
-            own = [row["round"] for row in rows if row["client"] == numbers[node]]
-            for round, facts in zip(own, observed.clients[node], strict=False):
+            trained = [row["round"] for row in rows if row["client"] == numbers[node]]
+            for round, facts in zip(trained, observed.clients[node], strict=False):
                 _write_truth(run.folder / "truth", node, round, *(part[:n] for part in _examples(facts, form)))
-        proof, seconds = _proof(run, draft, scenario, first, numbers[attacked[0]], form)
-        own = sorted({row["round"] for row in rows if row["client"] == numbers[attacked[0]]})
+        proof, seconds = _proof(run, draft, scenario, first, client, form)
         if not kept and seconds * len(attacked) * len(own) > SLOW and len(attacked) * len(own) > 1:
-            _attack_less(draft, numbers[attacked[0]], own[0])
+            attack_once(draft, client, began, "updates take long to compute")
+            why = f"only client {client}'s update of round {began} is attacked, to save time"
+            draft.note("cost", why, "for more change rounds and clients of [audit]")
         run_files.write(run.folder / "scenario.toml", draft.text().encode())
         return Rehearsal(run, draft, run.folder / "truth", packages, proof)
 
 
-def _never_sent(run: Run, scenario: Scenario, first: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+def _never_sent(scenario: Scenario, first: Mapping[str, Any], came: Observation) -> list[str]:
     """Return the parameters that were trained and are not in an upload; empty also if the upload has none of the network."""
-    came = run.tape().read(row["round"], row["client"], row["digest"]).update
-    names = set(names_of(came, scenario.federation.model).values())
-    own = [name for name, _ in scenario.federation.model.named_parameters()]
+    model = scenario.federation.model
+    names, own = set(names_of(came.update, model).values()), [name for name, _ in model.named_parameters()]
     return [name for name in own if name not in names and name not in first["frozen"]] if names & set(own) else []
-
-
-def _attack_less(draft: Draft, client: int, round: int) -> None:
-    """Attack one update instead of all."""
-    draft.replace("[audit]", "clients", [client])
-    draft.add("[audit]", "updates take long to compute: one is attacked", rounds=[round])
-    why = f"only client {client}'s update of round {round} is attacked, to save time"
-    draft.note("cost", why, "for more change rounds and clients of [audit]")
 
 
 def _proof(
@@ -230,8 +224,8 @@ def _arrays(facts: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def _examples(facts: Mapping[str, Any], form: Form) -> tuple[np.ndarray, np.ndarray]:
     """Return a client's examples of a round with their labels, as the scenario has them."""
     arrays = _arrays(facts)
-    x, y = form.examples(arrays["x"]), arrays["y"]
-    return x, form.labels(x, y) if isinstance(form, Sentences) else y
+    x = form.examples(arrays["x"])
+    return x, form.labels(x, arrays["y"])
 
 
 def _write_truth(folder: Path, node: str, round: int, x: np.ndarray, y: np.ndarray) -> None:

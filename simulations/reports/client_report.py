@@ -54,7 +54,7 @@ def read(path: Path) -> ClientReport:
         SpecError: the file or the log cannot be read.
     """
     owner = OwnerConfig.load(path)
-    events = list(_events(ClientFolder(owner.state).log))
+    events = _events(ClientFolder(owner.state).log)
     made = [event for event in events if event["event"] in ("sent", "withheld")]
     at_fault = (event for event in events if event["event"] in ("withheld", "refused", "failed"))
     reasons = Counter(f"{event['event']}: {event.get('cause') or event.get('reason')}" for event in at_fault)
@@ -91,18 +91,13 @@ def _best(graded: Iterator[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     return found
 
 
-def _events(log: Path) -> Iterator[Mapping[str, Any]]:
+def _events(log: Path) -> Sequence[Mapping[str, Any]]:
     try:
-        lines = read_file(log, MOST_BYTES).decode(errors="replace").splitlines()
+        return [json.loads(line) for line in read_file(log, MOST_BYTES).decode(errors="replace").splitlines()]
     except FileNotFoundError:
-        return
-    except OSError as error:
+        return ()
+    except (OSError, ValueError) as error:
         raise SpecError(f"{log} cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise SpecError(f"{log}, line {number}, is damaged: {error}") from error
 
 
 def _privacy(owner: OwnerConfig, made: Sequence[Mapping[str, Any]]) -> PrivacyStatement | None:

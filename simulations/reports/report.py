@@ -13,10 +13,10 @@ from fedgauge.client.files import writing
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.clients import clients
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.formatting import many, number, percent
-from fedgauge.server.views.gallery import Card, Gallery, Page, sample_of
+from fedgauge.server.views.gallery import Gallery, Page, sample_of
+from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.tables import in_json
@@ -81,17 +81,13 @@ def _content(reading: Reading) -> dict[str, Any]:
         "data": in_json(
             {
                 "overview": page,
-                "gallery": _page(gallery, cards),
+                "gallery": Page(
+                    kind=gallery.kind,
+                    noun=reading.scores.measure.private,
+                    rounds=sorted({card.round for card in cards}),
+                    clients=sorted({card.client for card in cards}),
+                    cards=cards,
+                ),
             }
         ),
     }
-
-
-def _page(gallery: Gallery, cards: Sequence[Card]) -> Page:
-    return Page(
-        kind=gallery.kind,
-        noun=gallery.reading.scores.measure.private,
-        rounds=sorted({card.round for card in cards}),
-        clients=sorted({card.client for card in cards}),
-        cards=cards,
-    )

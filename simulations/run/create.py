@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
@@ -139,15 +140,12 @@ def restart_command(run: Run, ledger: Ledger) -> str:
 
 def _same_versions(run: Run) -> None:
     path = run.folder / "environment.json"
-    try:
+    then: dict[str, str] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         then = dict(json.loads(run_files.read(path, run_files.MOST_VERSIONS))["packages"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise NotResumable(f"{path} does not say which versions trained this run: {error}") from error
     for name in DECISIVE:
         if (before := then.get(name)) != (now := package(name)):
-            raise NotResumable(
-                f"{run.folder} was trained with {name} {before}, and this is {now}; resume it with {before}"
-            )
+            raise NotResumable(f"{path} names {name} {before}, and this is {now}; resume the run with {before}")
 
 
 def check_deployable(scenario: Scenario) -> None:
@@ -155,7 +153,7 @@ def check_deployable(scenario: Scenario) -> None:
     protocol = scenario.protocol
     if protocol.secure_sum is not None:
         _ = protocol.secure_sum.real
-    refused = {
+    refused: dict[str, object] = {
         "[secure_sum]: it sums only parameters, and the network has BatchNorm's statistics: set [model] norm": (
             protocol.secure_sum is not None and scenario.federation.initial()[1]
         ),
@@ -164,12 +162,10 @@ def check_deployable(scenario: Scenario) -> None:
         and protocol.secure_sum,
         "[stragglers] are drawn only in a simulation: real clients come late by themselves": protocol.stragglers.probability,
     }
-    for words, holds in refused.items():
-        if holds:
-            raise SpecError(f"{words}; a deployment cannot have it")
     for planned in scenario.plan.attacks:
-        if planned.labels == "given" and not planned.is_baseline:
-            raise SpecError(f"[[attack]] {planned.name}: {NO_TRUTH}")
+        refused[f"[[attack]] {planned.name}: {NO_TRUTH}"] = planned.labels == "given" and not planned.is_baseline
+    if words := [words for words, holds in refused.items() if holds]:
+        raise SpecError(f"{words[0]}; a deployment cannot have it")
 
 
 def enter_attacks(ledger: Ledger, scenario: Scenario, plan: AttackPlan) -> dict[str, str]:

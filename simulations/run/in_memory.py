@@ -2,23 +2,20 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedgauge.client.app import app as client_app
 from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.protocol import Protocol
-from fedgauge.server.app import federate, one_round
+from fedgauge.server.app import federate
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.build import build_strategy
-from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 
 
 class MemoryGrid:
@@ -60,30 +57,6 @@ def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:
     """
     with flower():
         federate(run, cast(Grid, MemoryGrid(run.scenario().protocol, owners, number)))
-
-
-class InMemory:
-    """A scenario's federation, trained round by round with the real clients, check, recorder and strategy.
-
-    Args:
-        grid: of other clients than the real ones.
-    """
-
-    def __init__(
-        self, scenario: Scenario, recorder: Callable[[RoundReplies], None], grid: MemoryGrid | None = None
-    ) -> None:
-        params, buffers = scenario.federation.initial()
-        given = grid or MemoryGrid(scenario.protocol)
-        self._grid = cast(Grid, given)
-        inner = build_strategy(scenario.strategy, scenario.protocol.clients)
-        self._strategy = CheckedStrategy(
-            inner, recorder, buffers, scenario.protocol.seed, given.clients, protocol=scenario.protocol
-        )
-        self._arrays = ArrayRecord(params)
-
-    def advance(self, round: int) -> None:
-        """One round: weights out, every client trains, updates in, aggregation."""
-        self._arrays = one_round(self._strategy, self._grid, round, self._arrays, 600.0)
 
 
 @contextmanager

@@ -169,22 +169,6 @@ def test_garbage_gives_a_status_never_an_exception(
 
 
 @every
-def test_an_attack_that_iterates_can_be_traced_and_another_says_so(
-    name: str, seen: tuple[Federation, Wave, Knowledge]
-) -> None:
-    _, wave, known = seen
-    attack = ATTACKS[name]()
-    if name not in SEARCHES:
-        with pytest.raises(ValueError, match=f"{type(attack).__name__} does not iterate"):
-            attack.traced(3)
-        return
-    for found in attack.traced(3).reconstruct(wave, known, Budget(4, restarts=2), streams(3)):
-        assert found.trace is not None
-        assert int(found.trace.iteration[-1]) <= found.iterations
-        assert found.trace.x.shape == (len(found.trace.iteration), known.batch_size, *known.shape)
-
-
-@every
 def test_an_attack_ends_when_its_seconds_are_over(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
     _, wave, known = seen
     well_formed(run(name, wave, known, Budget(10**9, seconds=0.05)), wave, known)
@@ -259,7 +243,7 @@ def test_memory_goes_to_disk_and_back_and_is_not_written_to(
 
 
 @with_memory
-def test_a_client_never_met_is_met_as_by_the_attack_alone(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
+def test_a_new_client_is_attacked_without_memory(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
     _, wave, known = seen
     attack = remembering(name)
     begun, _ = attack.advance(wave, known, Budget(4), streams(3), [attack.initial() for _ in wave.clients])
@@ -268,11 +252,11 @@ def test_a_client_never_met_is_met_as_by_the_attack_alone(name: str, seen: tuple
         assert torch.equal(a.x, b.x)
 
 
-def test_an_attack_is_handed_no_truth() -> None:
+def test_an_attack_gets_no_truth() -> None:
     fields = {f.name for kind in (Observation, Wave, Knowledge) for f in dataclasses.fields(kind)}
     assert fields == {
         *("round", "client", "clients", "params", "update", "buffers", "model", "chain", "shape", "classes"),
-        *("batch_size", "mean", "std", "labels", "auxiliary", "loss", "text", "columns", "plain"),
+        *("batch_size", "mean", "std", "labels", "label_kind", "auxiliary", "loss", "text", "columns", "plain"),
         *(
             "pull",
             "returned",

@@ -14,12 +14,9 @@ from torch.func import vmap
 from fedgauge.attacks import candidate_bound as bounds
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.candidate_bound import bayes_error, candidate_bound
-from fedgauge.attacks.gaussian_prior import ClassPrior, GaussianPrior, class_means, class_priors, public_priors
-from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.gaussian_prior import ClassPrior, GaussianPrior, class_priors
 from fedgauge.attacks.grading.baselines import class_mean_image, mean_image, random_image
 from fedgauge.attacks.limits import bayes_limit, observed
-from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import chain
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
@@ -28,7 +25,6 @@ from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian, laplace
 from fedgauge.defenses.sign import sign
-from tests.small_runs import scenario
 from tests.theory.gaussian_world import van_trees
 
 World = Callable[[int, Generator], Batch]
@@ -91,7 +87,7 @@ def posterior_means(known: Knowledge, wave: Wave, y: Tensor, of: Batch) -> Tenso
 @pytest.mark.parametrize("noise", ["normal", "laplace", "sign"])
 @pytest.mark.parametrize("world", [two_points, mixture, uniform, sparse])
 @pytest.mark.parametrize("width", [0.03, 0.2, 1.0])
-def test_no_attack_and_no_baseline_passes_the_bound(
+def test_no_attack_or_baseline_exceeds_the_bound(
     world: World, noise: str, width: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "LEAST", 0.0)
@@ -171,43 +167,25 @@ def test_the_error_of_two_candidates_behind_a_sign_is_a_coins(
     assert found == pytest.approx(4 * chance * (1 - chance), rel=1e-6), "equal behind either sign"
 
 
-def test_the_estimate_for_gaussian_images_is_passed_where_images_are_two() -> None:
+def test_the_gaussian_estimate_is_no_bound_for_two_images() -> None:
     """So it is not called a bound: of +1 or -1 in noise .5 the best linear guess has .2, and the best guess far less."""
     line = van_trees(torch.tensor([[4.0]]).double(), GaussianPrior.of(torch.zeros(1), torch.ones(1, 1)))
     assert line == pytest.approx(0.2)
     assert two_point_error(scipy.stats.norm.pdf, 2.0) < line / 2
 
 
-def test_the_mean_image_of_the_right_class_does_not_pass_the_lines_in_noise() -> None:
-    """One prior for all classes allowed it: whoever knows the label knows more."""
-    noisy = [{"use": "gaussian", "sigma": 30.0}, {"use": "local_sgd", "rate": 0.1}]
-    data, model = {"use": "mnist5k", "batch_size": 4, "auxiliary": 500}, {"use": "mlp", "hidden": [8]}
-    fed = scenario(chain=noisy, data=data, model=model).federation
-    auditor, params = Auditor(FederationSource(fed)), fed.initial()[0]
-    known = auditor.knowledge(PlannedAttack("limit", {"use": "dlg"}))
-    private = [fed.batch_at(client, round) for client in range(fed.protocol.clients) for round in range(1, 30)]
-    x, y = (torch.cat(parts) for parts in zip(*private, strict=True))
-    error = float((class_means(auditor.source.auxiliary, y) - x).square().mean())
-    estimate = bayes_limit(known, params, public_priors(fed.shards), generator("line"))
-    bound = candidate_bound(known, params, generator("bound"))
-    of_all = ClassPrior(torch.arange(10), 1.0, GaussianPrior.fit(auditor.source.auxiliary.x))
-    assert 0.8 * error < estimate < error
-    assert 0.9 * error < bound < error
-    assert bayes_limit(known, params, [of_all], generator("line")) > 1.05 * error
-
-
-def test_little_noise_bounds_nothing_and_says_so() -> None:
+def test_little_noise_gives_no_bound() -> None:
     model = mlp((1, 2, 2), 2, hidden=(3,), activation="tanh")
     known = Knowledge(
         model, LINKS["normal"](1e-6), (1, 2, 2), 2, 1, (0.0,), (1.0,), auxiliary=uniform(40, generator("few"))
     )
-    with pytest.raises(ValueError, match="256 images"):
+    with pytest.raises(ValueError, match="256"):
         candidate_bound(known, detached_params(model), generator("bound"))
     with pytest.raises(ValueError, match="auxiliary"):
         candidate_bound(replace(known, auxiliary=None), detached_params(model), generator("bound"))
 
 
-def test_classes_have_priors_of_their_own_where_they_have_images() -> None:
+def test_classes_with_images_have_separate_priors() -> None:
     rng = generator("classes")
     x = torch.randn(63, 1, 2, 2, generator=rng)
     y = torch.cat([torch.zeros(30), torch.ones(30), torch.tensor([2.0, 2.0, 3.0])]).long()

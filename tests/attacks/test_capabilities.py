@@ -4,7 +4,7 @@ from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.components import build
 
 
-def test_who_wraps_an_attack_says_what_that_one_needs() -> None:
+def test_a_wrapper_has_the_needs_of_its_attack() -> None:
     """However deep a prior that trains a network is, and whatever hands over an attack that descends."""
     learned = {"use": "inverting_gradients", "prior": {"use": "generator_prior"}}
     plain = {"use": "analytic"}

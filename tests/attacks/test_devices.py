@@ -10,6 +10,7 @@ from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.grading.audit import Auditor, AuditResult
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
+from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.modality.sentences import TEXT_ATTACKS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.attacks.source import FederationSource
@@ -17,7 +18,7 @@ from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import build
 from fedgauge.client.models.vision import lenet
 from fedgauge.client.rng import generator
-from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, problem, step_of
+from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, problem
 from tests import separate_device as separate
 from tests.attacks.test_attack_contract import ATTACKS, FEW, LITTLE
 from tests.attacks.text.test_text_contract import SMALL, TASKS
@@ -152,7 +153,10 @@ def test_more_problems_cost_a_device_no_more_calls(monkeypatch: pytest.MonkeyPat
 
     def count(size: int) -> int:
         with separate_device() as device:
-            problems, variables, rows = step_of(problem(CIFAR_SHAPE, size, make=lenet, device=device))
+            posed = problem(CIFAR_SHAPE, size, make=lenet, device=device)
+            problems = Problems(posed.attack.objective, posed.wave, posed.known, posed.known.labels, 1, torch.float32)
+            x = torch.randn(posed.truth.shape, generator=generator("gpu", "guess")).to(posed.truth)
+            variables, rows = {"x": x}, torch.arange(len(posed.wave))
             problems.value_and_slopes(variables, rows)  # the first one checks the model
             calls.clear()
             problems.value_and_slopes(variables, rows)

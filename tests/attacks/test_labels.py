@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.attacks.labels import assignments, auto, fedavg, idlg, ilrg, llg, restore
-from fedgauge.attacks.modality.image_metrics import label_accuracy
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import Dataset, batch_of, mnist5k
+from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
@@ -123,7 +123,7 @@ def test_ilrg_counts_the_labels_of_a_batch(
         batch = batch_of(digits.x, digits.y, chosen)
         (found,) = restore(wave_of(model, digits, [batch]), knowledge(model, batch_size))
         hits += found.tolist() == batch.y.sort().values.tolist()
-        accuracies.append(label_accuracy(batch.y, found))
+        accuracies.append(LabelKind().scores(batch.y, found)["label_accuracy"])
         repeats += len(batch.y.unique()) < batch_size
     assert repeats > n / 4, "the batches hold repeated labels"
     assert hits / n >= exact, f"{hits} of {n}"

@@ -13,7 +13,6 @@ from torch import Generator, Tensor, nn
 from fedgauge.attacks import limits
 from fedgauge.attacks.gaussian_prior import ClassPrior, public_priors
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.limits import (
     bayes_limit,
     fisher,
@@ -185,7 +184,7 @@ def test_draws_that_follow_the_errors_average_as_uniform_ones_do(batch_size: int
     assert {int(batch.y[place]) for batch, place, _ in only} == {3}
 
 
-def test_where_there_is_no_limit_it_says_why(make_federation: Make) -> None:
+def test_missing_limits_have_a_reason(make_federation: Make) -> None:
     fed = make_federation(chain=[NOISY[1]])
     with pytest.raises(ValueError, match="density"):
         limit_of(fed)
@@ -200,7 +199,7 @@ def test_where_there_is_no_limit_it_says_why(make_federation: Make) -> None:
 
 
 @pytest.mark.parametrize("planned", [LIMIT, BOUND])
-def test_an_audit_gives_one_row_a_client_and_asks_for_no_truth(
+def test_a_limit_has_one_row_for_each_client_and_needs_no_truth(
     planned: PlannedAttack, make_federation: Make, observe: Make
 ) -> None:
     fed = make_federation(model={"use": "mlp", "hidden": [4]}, data={"batch_size": 2}, chain=noisy(1.0))
@@ -220,25 +219,3 @@ def test_an_audit_gives_one_row_a_client_and_asks_for_no_truth(
         assert outcome.reconstruction.x is None
         values.append(outcome.rows[0].value)
     assert len(set(values)) == 1, "one bound a round, however its clients are packed"
-
-
-def test_an_audit_counts_a_limit_that_does_not_apply(make_federation: Make, observe: Make) -> None:
-    fed = make_federation()
-    (outcome,) = Auditor(FederationSource(fed)).audit(LIMIT, observe(fed, (0,)))
-    assert [(r.metric, r.value, r.status) for r in outcome.rows] == [("mse", None, "not_applicable")]
-    assert outcome.reconstruction.reason == "the chain has no noise of a known density"
-
-
-def test_its_card_names_prior_and_form(make_federation: Make) -> None:
-    fed = make_federation(data={"auxiliary": 50}, chain=NOISY)
-    assert knowledge_card(fed, LIMIT) == (
-        "chain gaussian(sigma=0.1) > local_sgd(rate=0.1); 1 example an update; "
-        "an estimate, and a bound only for Gaussian images; "
-        "Gaussian prior of each class fitted to 50 auxiliary images (Ledoit-Wolf shrinkage); labels known; "
-        "Fisher information by its trace in 8 blocks of the prior's directions (a weaker bound), averaged over "
-        "batches of auxiliary images"
-    )
-    assert knowledge_card(fed, BOUND) == (
-        "chain gaussian(sigma=0.1) > local_sgd(rate=0.1); 1 example an update; a bound for images of any distribution; "
-        "labels, the rest of the batch and the private image known up to a few auxiliary images of its class"
-    )

@@ -34,8 +34,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**IG, "defense": True}, "defense"),
     ({**IG, "tune": "truth"}, "tune"),
     ({"use": "analytic", "tune": "shadow"}, "tune"),
-    *(({**IG, "trace": trace}, "trace") for trace in (1, -4, 3.0, True)),
-    ({"use": "analytic", "trace": 3}, "iterate"),
     *(({**IG, "name": name}, "name") for name in ("", "a/../b", 3, "bayes_limit", "a" * 65)),
     *(({**FB, "attack": inner}, "(recipe|attack)") for inner in ("ig", "analytic", FB["use"], {"double": True}, 3)),
     *(
@@ -90,7 +88,7 @@ def test_baselines_are_always_there_once() -> None:
 @pytest.mark.parametrize(
     "table", [{"use": "random_image", "name": "luck"}, {"use": "random_image"}, {**IG, "name": "mean_image"}]
 )
-def test_no_baseline_is_judged_and_no_attack_passes_for_one(table: dict[str, Any]) -> None:
+def test_baselines_are_no_attacks_of_a_plan(table: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="#2: '.*_image' is a baseline"):
         plan(IG, table)
 
@@ -117,7 +115,7 @@ def test_two_attacks_of_one_name_are_refused() -> None:
     assert len(plan(IG, {**IG, "tv": 0.5, "name": "smoother"}).attacks) == 5
 
 
-def test_the_plan_says_when_and_whom() -> None:
+def test_the_plan_selects_rounds_and_clients() -> None:
     every = plan(IG, every=3)
     assert [r for r in range(1, 11) if every.attacks_round(r)] == [1, 4, 7, 10]
     chosen = plan(IG, rounds=[2, 5], clients=[3, 1])
@@ -135,16 +133,6 @@ def test_a_budget_is_the_attack_tables() -> None:
     assert PlannedAttack.from_table(IG, "here").budget == Budget(500, 1, None)
 
 
-def test_a_trace_is_a_setting_of_its_own_and_its_absence_is_none() -> None:
-    plain, traced = (PlannedAttack.from_table({**IG, **more}, "here") for more in ({}, {"trace": 12}))
-    assert PlannedAttack.from_table({**IG, "trace": 0}, "here") == plain
-    assert traced.table == IG
-    assert PlannedAttack.from_json(traced.to_json()) == traced
-    assert traced.to_json() != plain.to_json(), "an audit that asks for a trace is not done because there are scores"
-    assert "trace" not in plain.to_json(), "jobs of ledgers from before there were traces stay done"
-    assert traced.build() == plain.build().traced(12)
-
-
 def test_every_attack_can_be_planned_by_its_name_alone() -> None:
     for name in ATTACK.names():
         built = PlannedAttack.from_table({"use": name}, "here")
@@ -152,7 +140,7 @@ def test_every_attack_can_be_planned_by_its_name_alone() -> None:
         built.build()
 
 
-def test_an_attack_with_memory_says_so() -> None:
+def test_stateful_attacks_are_marked() -> None:
     found = AttackPlan.from_tables(
         [IG, FB, {**FB, "attack": IDLG, "name": "b"}], {}, 10, 4, limits=[*ERROR_LIMITS, MEMBERSHIP_LIMIT]
     )

@@ -17,26 +17,6 @@ from fedgauge.defenses.clip import clip
 KINDS = {"dataset": DATASET, "model": MODEL, "loss": LOSS, "transform": TRANSFORM, "attack": ATTACK}
 
 
-def test_components_have_short_names() -> None:
-    vision = ["convbig", "convnet", "convsmall", "lenet", "mlp", "resnet", "resnet20"]
-    text = ["decoder", "encoder", "tiny_bert", "tiny_gpt2", "transformer3"]
-    others = ["embedding_mlp", "ft_transformer", "timm", "torchvision"]
-    assert MODEL.names() == sorted([*vision, *text, *others])
-    images = ["cifar10", "cifar100", "fashion_mnist", "mnist", "mnist5k"]
-    text = ["cola", "csv", "phrases", "rotten_tomatoes", "sst2", "wikitext2"]
-    rows = ["adult", "census", "german_credit", "table"]
-    assert DATASET.names() == sorted([*images, *text, *rows, "hugging_face", "image_folder", "npz"])
-    assert LOSS.names() == ["cross_entropy", "mean_squared_error", "next_token"]
-    assert {"local_sgd", "clip", "gaussian"} <= set(TRANSFORM.names())
-    assert {"analytic", "inverting_gradients"} <= set(ATTACK.names())
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_what_is_offered_can_be_resolved(kind: ComponentKind) -> None:
-    for name in kind.names():
-        assert resolve({"use": name}, "here", kind).__name__ == name
-
-
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
@@ -88,7 +68,7 @@ def test_a_misspelt_name_gets_the_nearest(kind: str, misspelt: str, meant: str |
 )
 def test_wrong_arguments_are_refused(table: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
-        build({"use": "clip", **table}, "[[chain]] #1", TRANSFORM, beside=("max_norm", "each"))
+        build({"use": "clip", **table}, "[[chain]] #1", TRANSFORM, more_keys=("max_norm", "each"))
     assert str(caught.value).startswith("[[chain]] #1: ") and message in str(caught.value)
 
 

@@ -16,7 +16,8 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.run.in_memory import InMemory, MemoryGrid, flower
+from fedgauge.simulations.benchmarks.intercept import InMemory
+from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 MB = 2**20
 Result = TypeVar("Result")

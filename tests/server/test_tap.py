@@ -58,6 +58,7 @@ from fedgauge.server.store.tape import Tape
 from fedgauge.server.store.uploads import as_the_model_has_it, names_of, replies_of
 from fedgauge.server.tap import curious
 from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.run import foreign_app
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
 from fedgauge.simulations.run.in_memory import flower
 
@@ -477,7 +478,7 @@ def test_an_iterable_of_the_apps_own_is_passed_on_unread(audit: Path, log: pytes
     assert "Own" in log.text and [p.code for p in problems] == ["collection"] and not seen
 
 
-def test_replies_in_a_collection_that_is_not_read_are_not_said_to_be_missing(audit: Path) -> None:
+def test_replies_in_an_unread_collection_are_not_missing(audit: Path) -> None:
     class Own(list[Message]):
         pass
 
@@ -662,6 +663,17 @@ def test_the_accuracy_is_the_mean_that_flower_computes(audit: Path) -> None:
         assert row["accuracy"] == pytest.approx(result.evaluate_metrics_clientapp[row["round"]]["accuracy"])
 
 
+def test_the_servers_own_accuracy_comes_first(audit: Path) -> None:
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"accuracy": 0.5 + 0.1 * server_round})
+
+    strategy = curious(FedAvg(), audit, audit.parent / "run")
+    strategy.start(Nodes(), ArrayRecord(model().state_dict()), 2, evaluate_fn=evaluate)
+    with Run.open(audit.parent / "run").ledger() as ledger:
+        rows = ledger.rounds()
+    assert [row["accuracy"] for row in rows] == pytest.approx([0.5 + 0.1 * row["round"] for row in rows])
+
+
 def train_message(node: int, config: dict[str, Any] | None = None, group: str = "", kind: str = "train") -> Message:
     content = RecordDict({"arrays": ArrayRecord(model().state_dict()), "config": ConfigRecord(config or {})})
     return Message(content, node, kind, group_id=group)
@@ -716,7 +728,7 @@ def test_errors_and_silence_are_missing_with_their_reason(audit: Path) -> None:
     ]  # fmt: skip
 
 
-def test_what_cannot_be_attacked_is_recorded_and_told_by_the_audit(
+def test_uploads_that_cannot_be_attacked_are_recorded_and_reported_by_the_audit(
     audit: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reply = plus(weights, control=lambda net: ArrayRecord({"c": torch.ones(3)}))
@@ -733,7 +745,7 @@ def test_what_cannot_be_attacked_is_recorded_and_told_by_the_audit(
 
 @pytest.mark.parametrize("sent", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["weights", "updates"])
-def test_weights_and_differences_are_told_apart_and_give_the_same_observation(
+def test_weights_and_differences_are_distinguished_and_give_the_same_observation(
     audit: Path, kind: str, sent: float
 ) -> None:
     """Replies to weights of zero are the same either way; from the second round on they are not."""
@@ -835,7 +847,7 @@ def test_relative_paths_in_the_audit_file_start_from_its_folder(audit: Path, mon
 
 
 @pytest.mark.parametrize("text", ["rounds = [", 'nonsense = 1\naudit = 3\ntape = "x"\nrounds = "many"', None])
-def test_a_scenario_that_cannot_be_used_is_a_problem_of_the_audit_alone(
+def test_an_unusable_scenario_fails_only_the_audit(
     audit: Path, text: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     audit.unlink() if text is None else audit.write_text(text)
@@ -847,7 +859,7 @@ def test_a_scenario_that_cannot_be_used_is_a_problem_of_the_audit_alone(
     assert "scenario.toml" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_records_nothing_and_says_so(
+def test_a_folder_that_cannot_be_written_records_nothing_with_a_warning(
     audit: Path, log: pytest.LogCaptureFixture
 ) -> None:
     grid = Nodes()
@@ -883,7 +895,7 @@ def test_a_ledger_that_fails_is_not_the_apps_concern(audit: Path, monkeypatch: p
     assert start(Own(), tapped).arrays.keys() == alone.arrays.keys()
 
 
-def test_arrays_that_cannot_be_read_are_left_out_by_name(audit: Path) -> None:
+def test_unreadable_arrays_are_skipped_by_name(audit: Path) -> None:
     def odd(net: nn.Module, node: int) -> RecordDict:
         arrays = dict(ArrayRecord(net.state_dict()))
         arrays["sparse"] = Array("float32", (9,), "scipy.sparse.csr_matrix", b"1234")
@@ -914,7 +926,7 @@ def test_two_taps_on_one_grid_record_twice_and_change_nothing(audit: Path) -> No
     assert len(opened(audit.parent / "run")[1]) == len(opened(audit.parent / "run-2")[1]) == 3 * NODES
 
 
-def test_a_wrapped_strategy_that_is_never_started_is_told(audit: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_wrapped_strategy_that_is_never_started_gives_a_warning(audit: Path, log: pytest.LogCaptureFixture) -> None:
     wrapper = DifferentialPrivacyServerSideFixedClipping(
         curious(FedAvg(), audit, audit.parent / "run"), 1.0, 0.5, NODES
     )
@@ -930,9 +942,13 @@ def test_a_class_in_place_of_a_strategy_is_named_with_the_call(audit: Path) -> N
 
 
 @pytest.mark.parametrize("wrong", [FedAvg, "FedAvg", None])
-def test_what_is_no_strategy_or_grid_is_a_type_error_before_training(audit: Path, wrong: Any) -> None:
+def test_a_wrong_strategy_or_grid_is_a_type_error_before_training(audit: Path, wrong: Any) -> None:
     with pytest.raises(TypeError):
         curious(wrong, audit, audit.parent / "run")
     with pytest.raises(TypeError):
         tap(wrong, audit, audit.parent / "run")
     assert not (audit.parent / "run").exists()
+
+
+def test_the_name_that_apps_import_the_tap_by_is_kept() -> None:
+    assert (foreign_app.tap, foreign_app.curious) == (tapping.tap, tapping.curious)

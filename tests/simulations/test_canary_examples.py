@@ -160,9 +160,8 @@ def test_a_row_of_no_canary_counts_for_nothing(number: int) -> None:
 
 
 def bounded(epsilon: float, accounted: float | None) -> str:
-    return bound_words(
-        CanaryBound(64, 1, GuessBound(32, 30, epsilon, 2 * epsilon, 3 * epsilon), 3.04, accounted), DELTA
-    )
+    guesses = GuessBound(32, 30, epsilon, 2 * epsilon, 3 * epsilon)
+    return bound_words(CanaryBound(64, 1, guesses, 3.04, accounted), DELTA)
 
 
 def test_the_sentence_says_which_side_the_accounted_epsilon_is_on() -> None:

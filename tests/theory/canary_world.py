@@ -19,7 +19,7 @@ from fedgauge.client.update import canary
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.simulations.experiments.measures import ComparedFigure
-from fedgauge.simulations.run.honest_rounds import honest_rounds
+from fedgauge.simulations.papers.malicious_servers.honest_rounds import honest_rounds
 from tests.theory.gaussian_world import mean_interval
 
 DELTA = 1e-5

@@ -112,7 +112,7 @@ _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "llama that classifies": ("Llama", _llama, ""),
     "squeezebert": ("SqueezeBert", _squeeze, "'transformer.encoder.layers.0.attention.query'"),
     "mpnet": ("MPNet", _bert, "no blocks with query"),
-    "bart": ("Bart", _bart, "inputs_embeds"),
+    "bart": ("Bart", _bart, "different logits"),
 }
 _DECODERS: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "gpt-2": ("GPT2", _gpt2, ""),
@@ -123,7 +123,7 @@ _DECODERS: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "gpt-neo": ("GPTNeo", _neo, ""),
     "llama": ("Llama", _llama, ""),
     "bert as a decoder": ("Bert", {**_bert, "is_decoder": True}, ""),
-    "gemma": ("Gemma", {**_llama, "head_dim": 8}, "other logits for embeddings of words"),
+    "gemma": ("Gemma", {**_llama, "head_dim": 8}, "different logits"),
 }
 NETWORKS: tuple[TextNetwork, ...] = (
     *(TextNetwork(n, kind, "classification", s, why) for n, (kind, s, why) in _ENCODERS.items()),

@@ -20,7 +20,7 @@ from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.gradients.factored import Gradients, formed, is_large, plus
 from fedgauge.attacks.engine.gradients.layers import Examples, GradientRecorder, LayerCall
 from fedgauge.client.chain import Chain
-from fedgauge.client.models.losses import is_cross_entropy
+from fedgauge.client.models.losses import is_cross_entropy, loss_of
 from fedgauge.client.training import StochasticLayer, local_sgd, without_running_stats
 from fedgauge.client.transforms import UpdateTransform, is_identity, per_example
 from fedgauge.client.update import Loss, Params, Transform, Update
@@ -83,7 +83,10 @@ def _gradients(
     problems = examples.problems
     logits, calls = _run(model, params, moves, examples)
     plain, outs = is_cross_entropy(loss), [call.out for call in calls]
-    total = F.cross_entropy(logits, examples.y, reduction="sum") if plain else loss(logits, examples.y) * len(logits)
+    if plain:
+        total = F.cross_entropy(logits, examples.y, reduction="sum")
+    else:
+        total = loss_of(loss, logits, examples.y, examples.x) * len(logits)
     total = total * (factor / examples.size)
     signals = torch.autograd.grad(total, outs, create_graph=True, materialize_grads=True)
     result: Gradients = {}

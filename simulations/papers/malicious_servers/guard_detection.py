@@ -27,7 +27,7 @@ from fedgauge.server.views.intervals import Rate
 from fedgauge.simulations.experiments.measures import ComparedFigure
 from fedgauge.simulations.experiments.paper_tables import PaperTable
 from fedgauge.simulations.experiments.results import ResultsFile, head_of
-from fedgauge.simulations.run.honest_rounds import honest_rounds
+from fedgauge.simulations.papers.malicious_servers.honest_rounds import honest_rounds
 
 CLIENTS = 4
 FALSE_ALARMS = 0.01  # of honest rounds, at most

@@ -146,7 +146,7 @@ def world(digits: Dataset) -> World:
     return World("mlp", mlp((1, 28, 28), 10, [32, 24]), local_sgd(0.1), batches, None, np.random.default_rng(0))
 
 
-def test_zeros_by_nature_are_no_defense(world: World) -> None:
+def test_natural_zeros_are_no_defense(world: World) -> None:
     updates = world.updates(world.local)
     zeros = [float((u["1.weight"] == 0).float().mean()) for u in updates]
     assert min(zeros) > 0.3, "else this shows nothing"
@@ -154,7 +154,7 @@ def test_zeros_by_nature_are_no_defense(world: World) -> None:
     assert (found.kind, found.parameters, found.chain.links) == ("none", {}, (world.local,))
 
 
-def test_a_trained_nets_zeros_are_no_defense_either(digits: Dataset) -> None:
+def test_zeros_of_a_trained_network_are_no_defense(digits: Dataset) -> None:
     torch.manual_seed(0)
     model = mlp((1, 28, 28), 10, [64])
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
@@ -172,7 +172,7 @@ def test_a_trained_nets_zeros_are_no_defense_either(digits: Dataset) -> None:
 
 
 @pytest.mark.parametrize("keep", [0.03, 0.1, 0.5, 0.85])
-def test_a_prunings_keep_is_exact_enough_to_repeat_it(world: World, keep: float) -> None:
+def test_the_share_of_pruning_is_inferred_exactly(world: World, keep: float) -> None:
     found = world.inferred(world.updates(world.local, prune(keep)))
     assert (found.kind, found.parameters) == ("prune", {"keep": keep})
     undefended = world.updates(world.local)
@@ -211,7 +211,7 @@ def test_equal_updates_are_no_clip(world: World) -> None:
 
 
 @pytest.mark.parametrize("sigma", [1e-4, 1e-2])
-def test_noise_shows_in_the_rank_and_its_spread_is_read(world: World, sigma: float) -> None:
+def test_the_spread_of_noise_is_inferred_from_the_rank(world: World, sigma: float) -> None:
     for noise in (gaussian(sigma), laplace(sigma / math.sqrt(2))):
         found = world.inferred(world.updates(world.local, noise))
         assert found.kind == "noise"
@@ -220,7 +220,7 @@ def test_noise_shows_in_the_rank_and_its_spread_is_read(world: World, sigma: flo
         assert found.chain.update_distribution.sigma == found.parameters["sigma"]
 
 
-def test_noise_that_no_layer_can_show_is_not_denied(digits: Dataset) -> None:
+def test_noise_without_evidence_is_not_reported(digits: Dataset) -> None:
     batches = [batch_of(digits.x, digits.y, torch.arange(32 * i, 32 * i + 32)) for i in range(2)]
     world = World("lenet", lenet((1, 28, 28), 10), local_sgd(0.1), batches, None, np.random.default_rng(0))
     found = world.inferred(world.updates(world.local, gaussian(1e-3)))
@@ -228,7 +228,7 @@ def test_noise_that_no_layer_can_show_is_not_denied(digits: Dataset) -> None:
 
 
 @pytest.mark.parametrize("defense", [sign(0.1), prune(0.2), mask(0.4), clip(1e-3), gaussian(1e-3)], ids=repr)
-def test_the_inferred_chain_is_the_attackers_form_of_the_true_one(world: World, defense: Transform) -> None:
+def test_the_inferred_chain_computes_the_true_update(world: World, defense: Transform) -> None:
     true, found = chain(world.local, defense), world.inferred(world.updates(world.local, defense)).chain
     bare, params = gradient(world.model), detached_params(world.model)
     expected, got = (c.mean(bare)(params, world.batches[0], None) for c in (true, found))
@@ -241,7 +241,7 @@ def test_the_inferred_chain_is_the_attackers_form_of_the_true_one(world: World, 
     assert found.update_distribution.shrink == pytest.approx(true.update_distribution.shrink, rel=0.2)
 
 
-def test_updates_that_say_nothing(world: World) -> None:
+def test_zero_updates_do_not_disturb_the_inference(world: World) -> None:
     zero = {k: torch.zeros_like(t) for k, t in world.updates(world.local)[0].items()}
     assert world.inferred([zero, zero]).kind == "none"
     found = world.inferred([*world.updates(world.local, prune(0.1)), zero])
@@ -258,7 +258,7 @@ def planned(**table: Any) -> PlannedAttack:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_an_inferred_pruning_serves_about_as_well_as_a_known_one(make_federation: Any, observe: Any) -> None:
+def test_inferred_pruning_is_nearly_as_good_as_known_pruning(make_federation: Any, observe: Any) -> None:
     local = {"use": "local_sgd", "rate": 0.1}
     fed = make_federation(clients=4, chain=[local, {"use": "prune", "keep": 0.03}])
     wave, scores = observe(fed, (0, 1, 2, 3)), {}
@@ -276,7 +276,7 @@ def test_an_inferred_pruning_serves_about_as_well_as_a_known_one(make_federation
     assert (scores["inferred"] - scores["unknown"]).mean() > 2, scores
 
 
-def test_the_attacker_holds_links_of_its_own(make_federation: Any, observe: Any) -> None:
+def test_the_inferred_chain_has_no_link_of_the_client(make_federation: Any, observe: Any) -> None:
     fed = make_federation(clients=2, chain=[{"use": "local_sgd", "rate": 0.1}, {"use": "sign", "scale": 0.5}])
     auditor, plan = Auditor(FederationSource(fed)), planned(defense="inferred")
     assert "chain inferred" in knowledge_card(fed, plan)
@@ -286,7 +286,7 @@ def test_the_attacker_holds_links_of_its_own(make_federation: Any, observe: Any)
     assert not any(isinstance(link, sign) for link in known.chain.links)
 
 
-def test_nothing_of_the_true_chain_but_its_local_training_is_asked(make_federation: Any, observe: Any) -> None:
+def test_inference_reads_only_local_training_from_the_true_chain(make_federation: Any, observe: Any) -> None:
     def found(**changes: Any) -> Inferred:
         fed = make_federation(clients=2, **changes)
         return Auditor(FederationSource(fed)).infer_defense(pruned)

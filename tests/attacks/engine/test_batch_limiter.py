@@ -86,14 +86,14 @@ def test_as_many_fit_as_half_the_free_memory_holds(
     assert found == expected
 
 
-def test_where_two_do_not_fit_one_is_tried() -> None:
+def test_one_problem_is_tried_if_two_do_not_fit() -> None:
     def work(count: int) -> None:
         raise MemoryError("already two are too many")
 
     assert largest_batch(work, 50, CPU) == 1
 
 
-def test_places_are_halved_for_good() -> None:
+def test_the_count_stays_halved() -> None:
     places, tried = BatchLimiter(8), []
 
     def work(items: Tensor) -> list[int]:
@@ -131,7 +131,7 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ids=["adam", "lbfgs", "a group's restarts stay together"],
 )
 @pytest.mark.usefixtures("double")
-def test_a_wave_is_as_wide_as_memory_lets_it_be_and_finds_the_same(
+def test_results_do_not_depend_on_the_memory_limit(
     attack: GradientMatching, restarts: int, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wave, known, _ = scene(5, 1)

@@ -26,7 +26,7 @@ def test_the_cache_evicts_the_least_recently_read(tmp_path: Path) -> None:
     assert cache.read("d") is None
 
 
-def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
+def test_damaged_entries_are_computed_again(tmp_path: Path) -> None:
     cache = TensorCache(tmp_path)
     cache.put("a", {"x": torch.zeros(80)})
     path = tmp_path / "a.safetensors"
@@ -36,7 +36,7 @@ def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
     assert cache.get("a", lambda: {})["x"].tolist() == [1, 1]
 
 
-def test_a_digest_tells_apart_what_differs() -> None:
+def test_digests_differ() -> None:
     a = torch.zeros(4)
     different = [a, a.view(2, 2), a.double(), a + 1, {"w": a}, {"v": a}, [a], [a, a], 0, "0", nn.functional.relu]
     assert len({digest(part) for part in different}) == len(different)

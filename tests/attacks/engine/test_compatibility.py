@@ -76,7 +76,7 @@ def test_reading_what_does_not_depend_on_the_batch_leaves_one_pass() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
-def test_half_precision_is_declined_in_a_sentence(kind: torch.dtype) -> None:
+def test_half_precision_is_declined(kind: torch.dtype) -> None:
     model = network()
     wave, known, _ = scene(model=model)
     model.to(kind)
@@ -86,7 +86,7 @@ def test_half_precision_is_declined_in_a_sentence(kind: torch.dtype) -> None:
     assert found.status == "not_applicable" and "build the model in float32" in found.reason
 
 
-def test_a_model_that_fails_in_the_descent_is_declined_in_a_sentence() -> None:
+def test_a_model_that_fails_in_the_descent_is_declined() -> None:
     def within(x: Tensor) -> Tensor:
         assert x.abs().max() < normalise(torch.ones(())) + 0.1, "pixels out of range"
         return x
@@ -98,7 +98,7 @@ def test_a_model_that_fails_in_the_descent_is_declined_in_a_sentence() -> None:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", ["idlg", "inverting_gradients"])
-def test_reentrant_checkpointing_is_declined_in_a_sentence(name: str) -> None:
+def test_reentrant_checkpointing_is_declined(name: str) -> None:
     wave, known, _ = scene()
     known = replace(known, model=Recomputed())
     params = detached_params(known.model)

@@ -139,7 +139,7 @@ def test_a_distance_by_products_is_the_distance(name: str) -> None:
         torch.testing.assert_close(distance.between(*([t] for t in rows), rows[0].square().sum(1)), plain)
 
 
-def test_the_largest_entries_of_each_tensor_are_compared() -> None:
+def test_only_the_largest_entries_are_compared() -> None:
     seen = {"a": torch.tensor([[4.0, -3.0], [0.5, 1.0]]), "b": torch.tensor([0.1, -0.2])}
     other = {"a": torch.tensor([[4.0, 0.0], [9.0, 9.0]]), "b": torch.tensor([7.0, -0.2])}
     # of half the entries 4, -3 and -0.2 are left, and one of them is off by 3

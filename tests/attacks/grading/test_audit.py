@@ -183,7 +183,7 @@ def test_the_guard_of_that_test_bites(make_federation: Make, observe: Make, monk
         Auditor(FederationSource(fed)).audit(planned("mean_image"), wave)
 
 
-def test_what_an_attack_remembers_comes_before_the_truth(make_federation: Make, observe: Make) -> None:
+def test_memory_is_stored_before_the_truth_is_read(make_federation: Make, observe: Make) -> None:
     """The truth arranges what is shown; what the next round starts from stays as the attack found it."""
     fed = make_federation(model=MLP, data={"batch_size": 2})
     wave, plan = observe(fed, (0, 1)), planned("feedback_blending", fit=1e9)
@@ -207,9 +207,7 @@ def test_what_an_attack_remembers_comes_before_the_truth(make_federation: Make, 
     assert {a.memory for a in Auditor(FederationSource(fed)).audit(planned("idlg"), wave)} == {None}
 
 
-def test_a_stateful_attack_starts_from_its_memory_of_the_client_and_from_nothing_without_one(
-    make_federation: Make, observe: Make
-) -> None:
+def test_a_stateful_attack_starts_from_its_memory(make_federation: Make, observe: Make) -> None:
     fed = make_federation(model=MLP)
     wave, plan = observe(fed, (0, 1)), planned("feedback_blending", iterations=1, fit=0)
     blend = torch.full((1, 1, 28, 28), 0.25)
@@ -227,9 +225,7 @@ def test_a_stateful_attack_starts_from_its_memory_of_the_client_and_from_nothing
     assert torch.equal(remembered[1].memory["blend"], blend)
 
 
-def test_given_labels_hand_over_labels_and_never_images(
-    make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_given_labels_include_no_images(make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     fed = make_federation(data={"batch_size": 4})
     wave, plan = observe(fed, (0, 1)), planned("inverting_gradients", labels="given")
     received: list[Knowledge] = []
@@ -328,7 +324,7 @@ def test_a_failed_attack_is_counted(make_federation: Make, observe: Make) -> Non
         )
 
 
-def test_the_wrong_client_is_graded_against_the_others_truth(make_federation: Make, observe: Make) -> None:
+def test_wrong_client_is_graded_against_another_truth(make_federation: Make, observe: Make) -> None:
     fed = make_federation(clients=3, model=MLP)
     plan = planned("analytic", name="exact")
     others = {0: 2, 1: 0}
@@ -369,9 +365,7 @@ def test_baselines_are_what_they_say(make_federation: Make, observe: Make) -> No
     assert not torch.equal(drawn[0], drawn[1])  # type: ignore[arg-type]
 
 
-def test_where_nobody_knows_the_labels_the_mean_image_of_a_class_is_of_restored_ones(
-    make_federation: Make, observe: Make
-) -> None:
+def test_without_labels_the_class_mean_uses_restored_ones(make_federation: Make, observe: Make) -> None:
     fed = make_federation(data={"batch_size": 1, "auxiliary": 50})
     told = PlannedAttack("class_mean_image", {"use": "class_mean_image"}, labels="given")
     given, blind = (

@@ -36,7 +36,7 @@ def planned(use: str, **table: Any) -> PlannedAttack:
         ({"data": {"auxiliary": 20}}, {"use": "mean_image"}, ["20 auxiliary images of the same distribution and nothing else"]),
     ],
 )  # fmt: skip
-def test_the_card_is_the_threat_model_in_words(
+def test_the_card_describes_the_threat_model(
     changes: dict[str, Any], table: dict[str, Any], parts: list[str], make_federation: Make
 ) -> None:
     card = knowledge_card(make_federation(**changes), PlannedAttack.from_table(table, "here"))
@@ -68,7 +68,7 @@ def defense(tmp_path: Path) -> Iterator[Callable[[str], dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", ["floor", "sign", "detach"])
 @pytest.mark.parametrize("before", [True, False])
-def test_a_chain_that_lets_no_derivative_through_is_said_to(
+def test_the_card_names_a_chain_without_derivative(
     name: str, before: bool, make_federation: Make, defense: Make
 ) -> None:
     link = defense(name)
@@ -90,6 +90,6 @@ def test_every_shipped_defense_has_a_derivative(link: dict[str, Any], make_feder
     assert NO_DERIVATIVE not in knowledge_card(fed, planned("inverting_gradients"))
 
 
-def test_an_update_that_is_zero_is_not_the_derivatives_fault(make_federation: Make, defense: Make) -> None:
+def test_a_zero_update_is_no_missing_derivative(make_federation: Make, defense: Make) -> None:
     fed = make_federation(model=MLP, chain=[SGD, defense("zero")])
     assert NO_DERIVATIVE not in knowledge_card(fed, planned("inverting_gradients"))

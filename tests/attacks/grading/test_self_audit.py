@@ -14,9 +14,7 @@ Make = Callable[..., Any]
 MLP = {"use": "mlp", "hidden": [16]}
 
 
-def test_a_clients_own_audit_that_ends_without_images_says_nothing_rather_than_safe(
-    make_federation: Make, observe: Make
-) -> None:
+def test_a_self_audit_without_result_raises(make_federation: Make, observe: Make) -> None:
     """The weights are the server's choice: weights that make the attack diverge must not open the guard."""
     fed = make_federation(model=MLP)
     wave = observe(fed, (0,))
@@ -28,7 +26,7 @@ def test_a_clients_own_audit_that_ends_without_images_says_nothing_rather_than_s
         own.leak(fed, broken, wave.buffers, update, {}, fed.batch_at(0, wave.round))
 
 
-def test_a_client_audits_its_own_text_by_the_words_that_come_back(make_federation: Make) -> None:
+def test_a_client_audits_its_own_text(make_federation: Make) -> None:
     """Its guard withholds what has leaked, and lets go what has not: it does not withhold every update."""
     pytest.importorskip("transformers", reason="the extra [text] is not installed")
     words = {"use": "phrases", "batch_size": 1, "auxiliary": 50}

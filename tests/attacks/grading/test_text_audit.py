@@ -87,7 +87,7 @@ def test_defenses_of_updates_work_on_text_as_they_are(make: Make, link: dict[str
         ({"model": {"use": "encoder"}}, "minilm"),
     ],
 )
-def test_what_does_not_fit_text_is_refused(make: Make, changes: dict[str, Any], name: str) -> None:
+def test_unfit_settings_are_refused_for_text(make: Make, changes: dict[str, Any], name: str) -> None:
     with pytest.raises(SpecError, match=name):
         make(**changes).check()
 
@@ -181,13 +181,6 @@ def test_the_labels_of_next_token_are_never_handed_over(make: Make, observe: Any
     planned = PlannedAttack.from_table({"use": "mytext:echo", "labels": "given"}, "[[attack]]")
     with pytest.raises(ValueError, match="given"):
         Auditor(FederationSource(lm(make))).audit(planned, observe(lm(make)))
-
-
-@pytest.mark.usefixtures("own")
-def test_a_defense_is_not_inferred_from_zeros_that_words_bring_by_nature(make: Make, observe: Any) -> None:
-    planned = PlannedAttack.from_table({"use": "mytext:echo", "defense": "inferred"}, "[[attack]]")
-    with pytest.raises(ValueError, match="zeros"):
-        Auditor(FederationSource(make())).audit(planned, observe(make()))
 
 
 def scenario(**changes: Any) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def test_a_generator_is_searched_under_the_priors_of_pixels() -> None:
 # ------------------------------------------------------------------------------------------------- what is chosen
 
 
-def test_noise_asks_for_a_stronger_prior_and_finds_it(tmp_path: Path) -> None:
+def test_tuning_finds_a_stronger_prior_under_noise(tmp_path: Path) -> None:
     fed, seen, budget = federation(), wave(), Budget(60)
     known = replace(public_knowledge(fed), labels=torch.stack([fed.batch_at(c, 1).y.sort().values for c in range(4)]))
     tuning = Tuning(ImageModality(fed.shards.dataset), budget, 4, 0, 1, TensorCache(tmp_path))
@@ -201,9 +201,7 @@ class _Saturating(Attack):
         return [Reconstruction(x, None, 0.0, budget.iterations, 0.0, "converged") for _ in streams]
 
 
-def test_what_is_ahead_after_most_iterations_is_not_taken_if_it_is_behind_after_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_early_lead_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the attack as given has an error of .22 after 70 of 100 iterations, of .1 after all; the variant has .2 throughout
     seen, known = wave(), public_knowledge(federation())
     assert known.auxiliary is not None
@@ -254,7 +252,7 @@ def test_a_generator_is_trained_once_for_the_trials_of_all_rounds(
     assert everybody is not None and len(trained[0]) == len(everybody.y) - 2, "it knows no image of the trial"
 
 
-def test_too_few_auxiliary_images_are_said_and_the_attack_goes_on() -> None:
+def test_too_few_auxiliary_images_skip_tuning() -> None:
     planned = PlannedAttack.from_table({"use": "bayes", "iterations": 3, "tune": "shadow"}, "here")
     few = federation(batch_size=2, auxiliary=2)
     seen = FederationSource(few).wave()

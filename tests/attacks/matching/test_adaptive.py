@@ -97,7 +97,7 @@ def hiding(model: nn.Module, layer: str) -> Chain:
 
 
 @pytest.mark.parametrize("attack", [inverting_gradients(), bayes(), dlg(double=False), leave_layer_out()])
-def test_no_attack_that_knows_the_chain_reads_what_it_hides(attack: Attack) -> None:
+def test_hidden_parameters_are_not_read(attack: Attack) -> None:
     _, wave, known = met(model := small(), hiding(model, "3"))
     assert torch.equal(images(found_by(attack, wave, known)), images(found_by(attack, spoilt(wave, "3.weight"), known)))
     moved = images(found_by(attack, spoilt(wave, "3.bias"), known))
@@ -116,7 +116,7 @@ def test_leaving_a_layer_out_is_matching_all_others() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 600])  # formed by the engine; a product in it
-def test_columns_that_are_left_are_matched_and_no_others(width: int) -> None:
+def test_only_unpruned_columns_are_matched(width: int) -> None:
     torch.manual_seed(0)
     model = mlp(SHAPE, CLASSES, hidden=[width, 60])
     batches, wave, known = met(model, hiding(model, "3"), believed=chain(SGD))
@@ -139,7 +139,7 @@ def test_columns_that_are_left_are_matched_and_no_others(width: int) -> None:
 # ------------------------------------------------------------------------------------------------- the unknown layer
 
 
-def test_of_an_unknown_layer_every_one_is_tried_for_its_share_and_the_nearest_on_common_ground_is_taken() -> None:
+def test_each_layer_is_tried_if_the_defended_one_is_unknown() -> None:
     _, wave, known = met(model := small(), hiding(model, "3"), believed=chain(SGD))
     chosen = found_by(leave_layer_out(), wave, known, Budget(25))
     trials = [found_by(leave_layer_out(layer=layer), wave, known, Budget(n)) for layer, n in (("3", 13), ("5", 12))]
@@ -158,7 +158,7 @@ def test_of_an_unknown_layer_every_one_is_tried_for_its_share_and_the_nearest_on
         assert result.iterations == 25
 
 
-def test_what_it_cannot_do_is_said() -> None:
+def test_leaving_a_layer_out_is_not_applicable_without_layers() -> None:
     flat = nn.Sequential(nn.Conv2d(1, CLASSES, 8), nn.Flatten())
     for model, attack, budget in (
         (small(), leave_layer_out("fc"), 9),
@@ -271,7 +271,7 @@ def quality(batches: list[Batch], found: list[Reconstruction]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_soteria_falls_to_the_attacker_that_leaves_its_layer_out(local_file: Callable[[str], Path]) -> None:
+def test_leaving_the_layer_out_breaks_soteria(local_file: Callable[[str], Path]) -> None:
     """Balunovic et al., 2022, figure 5: as good as undefended; ignoring the defense costs at least 5 dB.
 
     With 400 iterations on four images, untrained and after 100 steps: 14.1, 30.5, 30.2 and 14.4, 29.7, 29.8 dB.
@@ -293,7 +293,7 @@ def test_soteria_falls_to_the_attacker_that_leaves_its_layer_out(local_file: Cal
 
 
 @pytest.mark.slow
-def test_precode_falls_to_the_attacker_that_finds_its_noise_too() -> None:
+def test_optimised_noise_breaks_precode() -> None:
     def guarded(shape: tuple[int, int, int], classes: int) -> nn.Module:
         return precode(convsmall(shape, classes))
 

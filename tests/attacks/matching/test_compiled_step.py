@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
@@ -79,22 +78,3 @@ def test_without_a_compiler_the_attack_is_not_applicable(monkeypatch: pytest.Mon
     wave, known = scene(1)
     (found,) = inverting_gradients(compile=True).reconstruct(wave, known, Budget(1), streams(0))
     assert found.status == "not_applicable" and "compile = false" in found.reason
-
-
-def test_padding_repeats_the_last_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    wave, known = scene(4)
-    problems = Problems(Objective(squared()), wave, known, known.labels, 1, torch.float32)
-    step = CompiledStep(problems, BatchLimiter(4))
-    seen: list[list[int]] = []
-
-    def full(variables: dict[str, Tensor], rows: Tensor, likelihood_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        seen.append(rows.tolist())
-        assert [len(variables["x"]), len(likelihood_weight)] == [4, 4]
-        return likelihood_weight, variables
-
-    monkeypatch.setattr(step, "_full", full)
-    x = torch.arange(2.0).view(2, 1, 1, 1, 1)
-    value, slopes = step.value_and_slopes({"x": x}, torch.tensor([2, 0]), torch.tensor([0.5, 0.7]))
-    assert seen == [[2, 0, 0, 0]]
-    assert value.tolist() == pytest.approx([0.5, 0.7])
-    assert torch.equal(slopes["x"], x)

@@ -155,13 +155,3 @@ def test_a_blend_of_another_batch_size_is_not_used() -> None:
     assert start is not None
     torch.testing.assert_close(start[1], known.pixels(torch.randn(1, *SHAPE, generator=streams(0)[1]("start", 0))))
     assert all(torch.equal(memory["blend"], kept["blend"]) and int(memory["images"]) == 2 for memory in after)
-
-
-def test_a_declined_attack_leaves_the_state_unchanged() -> None:
-    waves, known = sequence(1)
-    known = replace(known, model=nn.Sequential(known.model, nn.Dropout()))  # which the engine refuses
-    blending = feedback_blending(GradientMatching(), discard_failures=False)
-    kept = {"images": torch.tensor(2), "blend": torch.rand(1, *SHAPE)}
-    found, after = blending.advance(waves[0], known, Budget(3), streams(0), [kept, kept])
-    assert {(r.status, r.x) for r in found} == {("not_applicable", None)}
-    assert all(torch.equal(memory["blend"], kept["blend"]) and int(memory["images"]) == 2 for memory in after)

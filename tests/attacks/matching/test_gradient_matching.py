@@ -111,7 +111,7 @@ def test_the_budget_counts_gradient_evaluations(iterations: int, restarts: int, 
     assert len(calls) == iterations + 1 + measured, "for the objective at the end, and for the memory that many need"
 
 
-def test_time_ends_an_attack_with_what_it_has() -> None:
+def test_the_time_limit_ends_an_attack_with_a_result() -> None:
     wave, known, _ = scene(clients=2)
     found = inverting_gradients().reconstruct(wave, known, Budget(10**9, seconds=0.2), streams(0, 1))
     for result in found:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.distances import squared
-from fedgauge.attacks.matching import local_steps
+from fedgauge.attacks.matching import objective
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective, tied_epochs
 from fedgauge.attacks.matching.problems import Problems
@@ -108,7 +108,7 @@ def quality(found: list[Reconstruction], truth: list[Batch]) -> Tensor:
     ],
 )
 def test_epochs_are_counted(local: local_sgd, batch_size: int, expected: int) -> None:
-    assert local_steps.epochs(chain(local), batch_size) == expected
+    assert objective.passes(chain(local), batch_size) == expected
 
 
 def test_the_tie_is_the_mean_over_pairs_of_epochs() -> None:
@@ -116,22 +116,22 @@ def test_the_tie_is_the_mean_over_pairs_of_epochs() -> None:
     for k in range(2):
         g = x[k].view(3, 4, 4).mean(1)
         pairs = [float((a - b).square().mean()) for a in g for b in g]
-        assert float(local_steps.aggregate_gap(x, 3)[k]) == pytest.approx(sum(pairs) / 9, rel=1e-12)
+        assert float(objective.aggregate_gap(x, 3)[k]) == pytest.approx(sum(pairs) / 9, rel=1e-12)
 
 
 def test_copies_are_paired_by_distance_and_averaged() -> None:
     one = torch.randn(3, 1, 2, 2, generator=torch.Generator().manual_seed(0))
     near = one[[2, 0, 1]] + 0.01
     x = torch.stack([torch.cat([one, near]), torch.cat([near, one])])
-    order = local_steps.pair_epochs(x, None, 2)
+    order = objective.pair_epochs(x, None, 2)
     assert order.tolist() == [[[0, 1, 2], [1, 2, 0]], [[0, 1, 2], [2, 0, 1]]]
-    torch.testing.assert_close(local_steps.averaged(x, order)[0], one + 0.005)
+    torch.testing.assert_close(objective.averaged(x, order)[0], one + 0.005)
 
 
 def test_copies_of_different_labels_are_not_paired() -> None:
     x = torch.tensor([0.0, 9.0, 9.0, 0.0]).view(1, 4, 1, 1, 1)
-    assert local_steps.pair_epochs(x, None, 2)[0, 1].tolist() == [1, 0]
-    assert local_steps.pair_epochs(x, torch.tensor([[5, 7, 5, 7]]), 2)[0, 1].tolist() == [0, 1]
+    assert objective.pair_epochs(x, None, 2)[0, 1].tolist() == [1, 0]
+    assert objective.pair_epochs(x, torch.tensor([[5, 7, 5, 7]]), 2)[0, 1].tolist() == [0, 1]
 
 
 @pytest.mark.usefixtures("double")
@@ -218,8 +218,7 @@ def test_labels_found_beside_copies_are_those_of_paired_copies() -> None:
     links = chain(local_sgd(0.1, 4, batch_size=1))
     posed = scene(links, [((1, 0), (0, 1))], 2)
     known = replace(posed.known, labels=None)
-    attack = GradientMatching(Objective(squared(), labels="optimised", training=tied_epochs()), trace=2)
+    attack = GradientMatching(Objective(squared(), labels="optimised", training=tied_epochs()))
     (found,) = attack.reconstruct(posed.wave, known, Budget(3), streams(1))
-    assert found.x is not None and found.y is not None and found.trace is not None
+    assert found.x is not None and found.y is not None
     assert (found.x.shape, found.y.shape) == ((2, *SHAPE), (2,))
-    assert found.trace.x.shape == (2, 2, *SHAPE)

@@ -212,7 +212,7 @@ def test_the_chains_own_likelihood_comes_nearer_than_the_cosine_under_laplace_no
     assert errors["known"] < errors["cosine"]
 
 
-def test_what_pruning_dropped_is_not_compared(
+def test_pruned_entries_are_not_compared(
     make_federation: Callable[..., Federation], observe: Callable[..., Wave]
 ) -> None:
     """A guess is not held against entries that were dropped: who knows of the pruning comes nearer, on every client."""

@@ -53,7 +53,7 @@ def follow(
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_what_each_round_hides_in_noise_several_tell_together(seed: int) -> None:
+def test_several_rounds_reveal_more_than_one(seed: int) -> None:
     known, batch = knowledge(chain(gaussian(0.05), local_sgd(0.1))), record(seed)
     waves = rounds(known, [batch] * 4)
     together, _ = follow(BARE, known, waves)
@@ -64,7 +64,7 @@ def test_what_each_round_hides_in_noise_several_tell_together(seed: int) -> None
     assert 3 < scores[0][-1] - sum(scores[1]) / len(scores[1]) < 9
 
 
-def test_rounds_with_another_record_are_not_listened_to() -> None:
+def test_rounds_with_other_examples_are_ignored() -> None:
     known = knowledge(chain(local_sgd(0.1)))
     waves = rounds(known, [record(0), record(1), record(2), record(1), record(5)])
     found, _ = follow(BARE, known, waves)
@@ -77,7 +77,7 @@ def test_rounds_with_another_record_are_not_listened_to() -> None:
     assert float(psnr(truth, found[4].x)) > float(psnr(truth, alone.x)) - 1
 
 
-def test_only_so_many_rounds_are_remembered_and_a_memory_outlives_the_process(tmp_path: object) -> None:
+def test_memory_is_limited_and_survives_the_process(tmp_path: object) -> None:
     attack = several_rounds(most=2)
     known = knowledge(chain(local_sgd(0.1)))
     waves = rounds(known, [record(0)] * 3)

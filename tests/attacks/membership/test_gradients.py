@@ -76,7 +76,7 @@ def test_clipping_each_example_keeps_a_part_of_its_gradient(links: Chain) -> Non
     assert candidates(links=chain(clip(0.5), local_sgd(0.1))).kept.eq(1).all(), "clips the mean, not the example"
 
 
-def test_what_mixes_examples_is_refused() -> None:
+def test_mixed_examples_are_refused() -> None:
     found = candidates("resnet20")
     found.known.model.train()
     with pytest.raises(ValueError, match="eval mode"):

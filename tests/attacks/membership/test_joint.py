@@ -40,7 +40,7 @@ def test_the_ratios_are_those_of_all_combinations(size: float) -> None:
     assert torch.equal(found, marginal_ratios(linear, square, share, seed=1))
 
 
-def test_together_more_are_told_than_each_by_itself() -> None:
+def test_joint_ratios_detect_more_members() -> None:
     """By itself each takes the others' common part for its own, though their mean is taken off."""
     right = torch.zeros(2, dtype=torch.float64)
     for draw in range(10):
@@ -54,6 +54,6 @@ def test_together_more_are_told_than_each_by_itself() -> None:
     assert right[1] > 0.8 and right[1] > right[0] + 0.1, right
 
 
-def test_what_is_no_number_gives_none() -> None:
+def test_nan_gives_nan() -> None:
     linear, square, _ = world(3, 1.0, draw=0)
     assert marginal_ratios(linear * torch.inf, square, torch.full((3,), 0.5), 0).isnan().all()

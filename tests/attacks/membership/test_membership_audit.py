@@ -67,7 +67,7 @@ def fed(make_federation: Make) -> Federation:
     return made
 
 
-def test_members_are_told_from_an_undefended_update_and_not_from_anothers(make_federation: Make, observe: Make) -> None:
+def test_members_are_detected_in_their_own_update_only(make_federation: Make, observe: Make) -> None:
     fed = make_federation(data={"auxiliary": 400})  # a convolutional network
     wave = observe(fed, (0, 1))
     found = Auditor(FederationSource(fed)).audit(planned(strangers=200, held=5), wave, {0: 1, 1: 0})
@@ -79,7 +79,7 @@ def test_members_are_told_from_an_undefended_update_and_not_from_anothers(make_f
 
 
 @pytest.mark.parametrize("task", ["classification", "next_token"])
-def test_members_among_sentences_are_told(make_federation: Make, observe: Make, task: str) -> None:
+def test_members_among_sentences_are_detected(make_federation: Make, observe: Make, task: str) -> None:
     fed = make_federation(
         data={"use": "phrases", "length": 10, "auxiliary": 60, "task": task},
         model={"use": "tiny_bert"} if task == "classification" else {"use": "tiny_gpt2", "width": 16, "heads": 2},
@@ -89,7 +89,7 @@ def test_members_among_sentences_are_told(make_federation: Make, observe: Make, 
     assert mean(values(found, "membership", "membership")) > 0.9, found[0].reconstruction.reason
 
 
-def test_members_are_told_where_labels_are_blended_or_units_dropped(make_federation: Make, observe: Make) -> None:
+def test_members_are_detected_behind_mixup_and_dropout(make_federation: Make, observe: Make) -> None:
     mlp = {"use": "mlp", "hidden": [32]}
     blended = make_federation(
         data={"auxiliary": 400, "batch_size": 4}, chain=[{"use": "mixup", "alpha": 0.4}, SGD], model=mlp
@@ -110,7 +110,7 @@ def case(fed: Federation, wave: Wave, others: Mapping[int, int] = {}) -> Case:
     return Case(fed, "membership", known, wave, wave, others, {}, 0)
 
 
-def test_in_anybodys_batch_the_highest_score_over_all_updates_counts(fed: Federation, observe: Make) -> None:
+def test_round_membership_uses_the_highest_score(fed: Federation, observe: Make) -> None:
     wave = observe(fed, (0, 1))
     test = MembershipTest(case(fed, wave, {0: 1, 1: 0}), 100, 0, wave.clients)
     scores = torch.rand(2, len(test.candidates.y), generator=generator("scores")).double()
@@ -125,7 +125,7 @@ def test_in_anybodys_batch_the_highest_score_over_all_updates_counts(fed: Federa
     assert not [r for r in alone[0] if r.metric.startswith("anybody")], "of one update it is the same question"
 
 
-def test_nothing_tells_the_attack_which_candidates_are_members(fed: Federation, observe: Make) -> None:
+def test_the_attack_does_not_know_the_members(fed: Federation, observe: Make) -> None:
     """The members are spread over the candidates, and a change of the order changes no score."""
     wave = observe(fed, (0, 1))
     attack, auditor = membership(strangers=100, held=10), Auditor(FederationSource(fed))
@@ -137,7 +137,7 @@ def test_nothing_tells_the_attack_which_candidates_are_members(fed: Federation, 
     assert torch.allclose(turned, whole[:, order], rtol=1e-3, atol=1e-3)
 
 
-def test_over_rounds_each_candidate_keeps_its_highest_score(fed: Federation, observe: Make) -> None:
+def test_dataset_membership_uses_the_highest_score_over_rounds(fed: Federation, observe: Make) -> None:
     attack, auditor = planned("membership_over_rounds", strangers=200, held=10), Auditor(FederationSource(fed))
     first = auditor.audit(attack, observe(fed, (0, 1)))
     memories = {one.client: one.memory for one in first if one.memory is not None}
@@ -187,9 +187,7 @@ def test_the_limit_is_the_distance_of_two_gradients(make_federation: Make, obser
     ],
     ids=["Laplace", "steps", "clip", "mixup"],
 )
-def test_no_curve_is_stated_that_is_not_the_chains(
-    make_federation: Make, observe: Make, chain: list[dict[str, Any]]
-) -> None:
+def test_other_chains_have_no_exact_curve(make_federation: Make, observe: Make, chain: list[dict[str, Any]]) -> None:
     fed = make_federation(chain=chain, model={"use": "mlp", "hidden": [8]}, data={"batch_size": 2})
     found = Auditor(FederationSource(fed)).audit(
         PlannedAttack(MEMBERSHIP_LIMIT, {"use": MEMBERSHIP_LIMIT}), observe(fed, (0,))
@@ -197,7 +195,7 @@ def test_no_curve_is_stated_that_is_not_the_chains(
     assert found[0].reconstruction.status == "not_applicable" and "exact curve" in found[0].reconstruction.reason
 
 
-def test_what_is_not_finite_tells_nobody(fed: Federation, observe: Make) -> None:
+def test_updates_that_are_not_finite_are_not_applicable(fed: Federation, observe: Make) -> None:
     wave = observe(fed, (0, 1))
     for factor in (math.inf, 1e38):
         spoilt = replace(wave, update={k: t * factor for k, t in wave.update.items()})
@@ -237,7 +235,7 @@ def test_its_baseline_and_limit_come_with_it_alone() -> None:
     assert names("membership") >= mine and not names("idlg") & mine
 
 
-def test_where_nobody_can_tell_the_reason_is_said(make_federation: Make, observe: Make) -> None:
+def test_missing_truth_or_public_examples_are_named(make_federation: Make, observe: Make) -> None:
     fed = make_federation()
     wave: Wave = observe(fed, (0,))
     blind = Auditor(FederationSource(fed, blind=True)).audit(planned(), wave)

@@ -111,7 +111,7 @@ def test_under_normal_noise_it_is_the_ratio_of_two_densities(name: str, sigma: f
 
 
 @pytest.mark.parametrize(("name", "shrink"), [("prune", 1.0), ("mask", 0.5)])
-def test_dropped_entries_say_nothing(name: str, shrink: float) -> None:
+def test_dropped_entries_are_ignored(name: str, shrink: float) -> None:
     known = knowledge(CHAINS[name])
     found = scoring(known, observed(known, people(SIZE, "members")), people(20, "others"))
     columns = torch.nonzero(flattened(found.wave.update)[0]).flatten()
@@ -172,7 +172,7 @@ def test_clipping_of_the_mean_enters_the_gain() -> None:
     assert gain(chain(per_example(clip(0.5)), local_sgd(0.1)), SIZE, 2.0) == pytest.approx(-0.1), "each example's own"
 
 
-def test_the_scale_of_signs_says_nothing() -> None:
+def test_the_scale_of_signs_is_ignored() -> None:
     values = []
     for scale in (0.001, 7.0):
         known = knowledge(chain(local_sgd(0.1), sign(scale)))

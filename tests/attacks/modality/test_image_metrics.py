@@ -17,7 +17,6 @@ from fedgauge.attacks.modality.image_metrics import (
     PSNR_CAP,
     identified,
     image_metrics,
-    label_accuracy,
     lpips_metric,
     lpips_weights,
     match,
@@ -27,6 +26,7 @@ from fedgauge.attacks.modality.image_metrics import (
 )
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.client.labels import LabelKind
 from fedgauge.client.pairing import in_db
 
 
@@ -143,7 +143,7 @@ def test_identification_is_the_brute_force_search() -> None:
     ],
 )
 def test_label_accuracy_counts_multisets(truth: list[int], guess: list[int], accuracy: float) -> None:
-    assert label_accuracy(torch.tensor(truth), torch.tensor(guess)) == pytest.approx(accuracy)
+    assert LabelKind().scores(torch.tensor(truth), torch.tensor(guess))["label_accuracy"] == pytest.approx(accuracy)
 
 
 # --------------------------------------------------------------------------------------------------------------- lpips

@@ -303,7 +303,7 @@ def test_its_columns_and_sizes_are_checked(tmp_path: Path) -> None:
     images = [*arrays(4)["x"], pixels(0)]
     own = {"use": "hugging_face", "path": str(saved(tmp_path / "hf", {"train": (images, [0, 1, 0, 1, 0])}))}
     refused("img", **own, image="img")
-    refused("'label' of pictures", **own, image="label", label="image")
+    refused("pictures in 'label'", **own, image="label", label="image")
     refused("(3, 12, 20)", **own)
     assert hugging_face(tmp_path / "hf", size=4).shape == (3, 4, 4)
     refused("save_to_disk", **{**own, "path": str(tmp_path)})
@@ -338,8 +338,8 @@ def test_a_scenario_trains_on_a_folder_of_pictures(pictures: Path) -> None:
     ("change", "name"),
     [
         ({"x": torch.zeros(4, 1, 2, 2)}, "x is torch.float32"),
-        ({"y": torch.zeros(4)}, "the labels of x are"),
-        ({"y": torch.zeros(4, 1, dtype=torch.int64)}, "the labels of x are"),
+        ({"y": torch.zeros(4)}, "labels of"),
+        ({"y": torch.zeros(4, 1, dtype=torch.int64)}, "labels of"),
         ({"y": torch.tensor([0, 1, 2, 1])}, "the labels of x are in"),
         ({"y_test": torch.zeros(0, dtype=torch.int64), "x_test": torch.zeros(0, 1, 2, 2, dtype=torch.uint8)}, "x_test"),
         ({"x_test": torch.zeros(1, 1, 3, 2, dtype=torch.uint8)}, "x_test"),

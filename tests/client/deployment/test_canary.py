@@ -65,9 +65,9 @@ def test_a_table_of_canaries_that_is_none_is_refused(table: Any) -> None:
 
 
 def test_an_owner_learns_beforehand_what_makes_no_sense(write: Write) -> None:
-    with pytest.raises(SpecError, match="client.toml: canary = true measures noise behind a clip"):
+    with pytest.raises(SpecError, match="client.toml: canary"):
         DeployedClient.of(OwnerConfig.load(write(canary=True, chain=[SGD])), terms(**CANARIES))
-    with pytest.raises(SpecError, match=r"\[secure_sum\] hides it"):
+    with pytest.raises(SpecError, match=r"secure_sum"):
         OwnerConfig.load(write(canary=True, secure_sum={"group": 3}))
     with pytest.raises(SpecError, match="canary must be"):
         OwnerConfig.load(write(canary="yes"))

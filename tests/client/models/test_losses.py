@@ -25,11 +25,14 @@ from fedgauge.attacks.matching.recipes import dlg, inverting_gradients
 from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.attacks.modality.image_metrics import psnr_of
 from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.solved_labels import NotRestored
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.federation import Federation
+from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.losses import (
+    Expected,
     build_loss,
     cross_entropy,
     is_mean,
@@ -41,10 +44,11 @@ from fedgauge.client.models.losses import (
     takes_probabilities,
 )
 from fedgauge.client.models.vision import detached_params, lenet
+from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import GroupMean
-from fedgauge.client.update import Batch
+from fedgauge.client.update import Batch, relative_error
 from fedgauge.defenses.noise import gaussian
 
 SQUARED = {"use": "mean_squared_error"}
@@ -263,33 +267,44 @@ def test_the_attacker_matches_the_loss_that_it_knows(own: None, make_federation:
     assert f"loss {loss['use'].rpartition(':')[2]}() known" in knowledge_card(fed, planned("inverting_gradients"))
 
 
-def test_labels_are_not_read_off_another_loss(make_federation: MakeFederation) -> None:
-    fed = make_federation(loss=SQUARED)
-    auditor, wave = Auditor(FederationSource(fed)), wave_of(fed)
-    known = auditor.knowledge(planned("idlg"))
-    with pytest.raises(ValueError, match="the plain cross-entropy, and \\[loss\\] names another"):
+@pytest.mark.parametrize("loss", [SQUARED, {"use": "mylosses:focal"}])
+def test_the_label_of_one_example_is_restored_under_any_loss(
+    own: None, make_federation: MakeFederation, loss: dict[str, str]
+) -> None:
+    fed = make_federation(loss=loss)
+    known = Auditor(FederationSource(fed)).knowledge(planned("idlg"))
+    for client in range(2):
+        assert labelling.restore(wave_of(fed, (client,)), known)[0].equal(fed.shards.batch_at(client, 1).y)
+    assert "loss" in knowledge_card(fed, planned("idlg")) and "loss" not in knowledge_card(
+        make_federation(), planned("idlg")
+    )
+
+
+def test_labels_of_several_examples_are_optimised_also_under_a_loss_of_whole_classes(
+    own: None, make_federation: MakeFederation
+) -> None:
+    fed = make_federation(loss={"use": "mylosses:focal"}, data={"use": "mnist5k", "batch_size": 2})
+    known, wave = Auditor(FederationSource(fed)).knowledge(planned("dlg")), wave_of(fed)
+    with pytest.raises(NotRestored):
         labelling.restore(wave, known)
-    (told,) = auditor.audit(planned("idlg", iterations=2), wave)
-    assert told.reconstruction.status == "not_applicable" and 'labels = "given"' in told.reconstruction.reason
-    (found,) = auditor.audit(planned("idlg", iterations=2, labels="given"), wave)
-    assert found.reconstruction.status != "not_applicable"
-    assert "loss mean_squared_error() known" in knowledge_card(fed, planned("idlg"))
-    assert "loss" not in knowledge_card(make_federation(), planned("idlg"))
+    for attack in (dlg(), inverting_gradients()):
+        (found,) = attack.reconstruct(wave, known, Budget(2), [lambda *_: torch.Generator()])
+        assert found.status == "converged" and found.y is not None and found.y.shape == (2,)
 
 
-def test_optimised_labels_need_a_loss_of_probabilities(own: None, make_federation: MakeFederation) -> None:
-    known = Auditor(FederationSource(make_federation(loss={"use": "mylosses:focal"}))).knowledge(planned("dlg"))
-    wave = wave_of(make_federation(loss={"use": "mylosses:focal"}))
-    (told,) = dlg().reconstruct(wave, known, Budget(2), [lambda *_: torch.Generator()])
-    assert told.status == "not_applicable"
-    assert "the loss takes whole labels only" in told.reason and "optimised" in told.reason
+def test_a_loss_of_whole_classes_as_one_of_probabilities_is_the_same(own: None) -> None:
+    focal = build_loss({"use": "mylosses:focal"}, "[loss]", 5)
+    logits, y = torch.randn(3, 5), torch.tensor([0, 4, 4])
+    assert torch.allclose(Expected(focal, False)(logits, F.one_hot(y, 5).float()), focal(logits, y))
+    soft = torch.rand(3, 5).softmax(1)
+    assert torch.allclose(Expected(F.cross_entropy, False)(logits, soft), F.cross_entropy(logits, soft))
 
 
 def test_analytic_inversion_owes_nothing_to_the_loss(make_federation: MakeFederation) -> None:
     fed = make_federation(loss=SQUARED, model={"use": "mlp"})
     known = Auditor(FederationSource(fed)).knowledge(planned("analytic"))
     (found,) = analytic().reconstruct(wave_of(fed), known, Budget(1), [lambda *_: torch.Generator()])
-    assert found.y is None and found.x is not None
+    assert found.x is not None
     assert float(psnr_of(fed.shards.batch_at(0, 1).x, found.x)) > 100
 
 
@@ -343,6 +358,27 @@ def test_next_token_is_what_hugging_face_calls_the_loss_of_one_sentence() -> Non
     torch.testing.assert_close(next_token()(logits, y), theirs)
 
 
+def test_a_step_of_the_trainer_of_transformers_is_replayed_by_the_mean_over_words() -> None:
+    """The Trainer's loss is a mean over all words of a batch, also over sentences of different lengths."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    loss = {"use": "next_token", "mean": "words"}
+    data = {"use": "phrases", "task": "next_token", "batch_size": 4, "auxiliary": 50}
+    tables = {"rounds": 1, "clients": 2, "data": data, "model": {"use": "tiny_gpt2"}, "loss": loss, "chain": [SGD]}
+    fed = Federation(Protocol.from_tables(tables))
+    batch, params = fed.shards.batch_at(0, 1), fed.initial()[0]
+    assert len(set((batch.y != -100).sum(1).tolist())) > 1 and not is_mean(fed.loss, 5)
+    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
+    logits = torch.func.functional_call(fed.model, leaves, (batch.x,))
+    value = ForCausalLMLoss(logits, batch.y, logits.shape[-1])
+    update = fed.own_update(params, {}, 0, 1)
+    trained = dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
+    theirs = {k: -SGD["rate"] * t for k, t in trained.items()}
+    assert relative_error(update, theirs) < 1e-5
+    other = Federation(Protocol.from_tables({**tables, "loss": {"use": "next_token"}}))
+    assert relative_error(other.own_update(params, {}, 0, 1), theirs) > 0.01
+
+
 def test_next_token_is_a_mean_takes_probabilities_and_ignores_padding() -> None:
     loss = build_loss({"use": "next_token"}, "[loss]", 5)
     assert predicts_tokens(loss) and is_mean(loss, 5) and takes_probabilities(loss, 5)
@@ -356,9 +392,12 @@ def test_next_token_is_a_mean_takes_probabilities_and_ignores_padding() -> None:
 
 
 def test_hits_are_labels_or_words_that_are_predicted() -> None:
-    assert per_example_accuracy(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([1, 1])).tolist() == [1.0, 0.0]
+    assert per_example_accuracy(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([1, 1]), LabelKind()).tolist() == [
+        1.0,
+        0.0,
+    ]
     logits = F.one_hot(torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]]), 4).float()
-    assert per_example_accuracy(logits, torch.tensor([[0, 1, 2, 3], [0, 3, -100, -100]])).tolist() == [
+    assert per_example_accuracy(logits, torch.tensor([[0, 1, 2, 3], [0, 3, -100, -100]]), LabelKind()).tolist() == [
         pytest.approx(2 / 3),
         1.0,
     ]

@@ -69,7 +69,7 @@ def test_a_query_that_cannot_be_is_refused_by_name(get: Get, query: str, named: 
     assert named in get(f"/api/runs/complete/{query}", 400)["error"]
 
 
-def test_what_is_not_there_is_said(get: Get) -> None:
+def test_too_many_runs_are_refused(get: Get) -> None:
     assert "at most 24 runs" in get("/api/compare?runs=" + ",".join(map(str, range(30))), 400)["error"]
 
 
@@ -98,7 +98,7 @@ def test_damaged_foreign_locked_and_newer_ledgers_are_named(folder: Path, get: G
     assert get("/api/runs/locked/overview")["state"] == "complete", "and it is read once it can be"
 
 
-def test_a_run_that_is_replaced_is_read_anew_and_one_that_is_gone_is_gone(folder: Path, get: Get) -> None:
+def test_a_replaced_run_is_read_again_and_a_deleted_one_is_gone(folder: Path, get: Get) -> None:
     assert get("/api/runs/complete/overview")["progress"]["round"] == 2
     (folder / "complete").rename(folder / "other")
     get("/api/runs/complete/overview", 404)
@@ -120,7 +120,7 @@ def test_a_scenario_that_lacks_a_key_hides_no_other_run(folder: Path, get: Get) 
     assert "environment.json cannot be read" in get("/api/runs/complete/overview")["environment"]
 
 
-def test_a_run_whose_data_is_not_here_shows_its_numbers(folder: Path, get: Get) -> None:
+def test_a_run_without_its_data_shows_its_numbers(folder: Path, get: Get) -> None:
     scenario = folder / "complete" / "scenario.toml"
     scenario.write_text(scenario.read_text().replace("mnist5k", "gone"))
     page = get("/api/runs/complete/overview")

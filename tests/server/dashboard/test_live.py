@@ -21,7 +21,7 @@ from tests.server.dashboard.pages import served, visitor
 from tests.small_runs import scores_of
 
 
-def test_what_is_read_in_pieces_is_what_is_read_at_once(
+def test_incremental_reading_equals_reading_at_once(
     make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = make_taped(tmp_path / "live", make_scenario())
@@ -55,7 +55,7 @@ DELETIONS: dict[str, Callable[[Ledger], object]] = {
 
 
 @pytest.mark.parametrize("delete", DELETIONS.values(), ids=DELETIONS)
-def test_what_is_deleted_is_shown_no_more(
+def test_deleted_rows_are_no_longer_shown(
     delete: Callable[[Ledger], object],
     make_scenario: Callable[..., Scenario],
     make_taped: Callable[..., Run],
@@ -81,7 +81,7 @@ def test_what_is_deleted_is_shown_no_more(
         assert shown(reading) == after != before
 
 
-def test_a_change_is_told_to_who_listens(folder: Path) -> None:
+def test_a_change_sends_an_event_to_open_pages(folder: Path) -> None:
     with served(folder) as address, visitor(address) as http:
         with http.stream("GET", "/api/events?run=complete") as stream:
             lines = stream.iter_lines()

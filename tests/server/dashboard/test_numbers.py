@@ -54,7 +54,7 @@ def test_the_overview_names_the_devices_of_the_attacks(get: Get) -> None:
     assert page["attacked_on"].startswith("attacked on cpu ") and page["attacked_on"].endswith(", float32 (IEEE)")
 
 
-def test_every_gallery_card_is_the_truth_beside_the_reconstruction(get: Get, attacked_run: Run) -> None:
+def test_every_gallery_card_has_truth_and_reconstruction(get: Get, attacked_run: Run) -> None:
     page = get("/api/runs/complete/gallery?round=all")
     assert (page["total"], page["rounds"], page["clients"]) == (8, [1, 2], [0, 1])
     federation = attacked_run.scenario().federation
@@ -111,7 +111,7 @@ def test_runs_are_compared(
     assert floors == {"a": 20.5, "b": 25.5, "c": 10.5}
 
 
-def test_epsilon_stands_beside_every_point(
+def test_every_point_has_its_epsilon(
     folder: Path, get: Get, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
 ) -> None:
     """Of the rounds that the server saw: a refused reply was seen, and that one was withheld; a missing one was not."""

@@ -17,9 +17,9 @@ from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_types import Participation
-from fedgauge.server.store.pictures import png
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.gallery import png
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.verdict import verdict_of
@@ -313,7 +313,7 @@ def test_rows_appear_without_reload(
         expect(page.get_by_text("Scenario", exact=True)).to_be_focused()
 
 
-def test_a_lost_connection_is_told_and_taken_up_again(watched: Watched, training: Run) -> None:
+def test_a_lost_connection_is_shown_and_restored(watched: Watched, training: Run) -> None:
     with serving(training.folder.parent) as address:
         page = watched.open(f"{address}/run/working")
         expect(page.locator("#live")).to_have_text("live")
@@ -326,7 +326,7 @@ def test_a_lost_connection_is_told_and_taken_up_again(watched: Watched, training
     watched.told[:] = [words for words in watched.told if not re.search(LOST, words)]
 
 
-def test_a_run_that_is_gone_is_said_to_be(watched: Watched, folder: Path, tmp_path: Path) -> None:
+def test_a_deleted_run_is_reported(watched: Watched, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "first", tmp_path / "runs" / "passing")
     with serving(tmp_path / "runs", seen_by=watched) as address:
         page = watched.open(f"{address}/run/passing")

@@ -9,10 +9,10 @@ import pytest
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.server.dashboard import STATIC
 from fedgauge.server.dashboard.runs import BrokenRun
-from fedgauge.server.views.clients import Clients
 from fedgauge.server.views.compare import Comparison
 from fedgauge.server.views.figures import Axis, Figure, Look, Series
 from fedgauge.server.views.gallery import Card, Page, Tile
+from fedgauge.server.views.leak_tables import Clients
 from fedgauge.server.views.overview import KnowledgeCard, Overview, RunProgress
 from fedgauge.server.views.reading import RunLine
 from fedgauge.server.views.tables import Column, Table

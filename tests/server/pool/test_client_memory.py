@@ -262,9 +262,7 @@ def test_a_job_that_fails_hands_on_what_was_remembered_before_it(kit: Any, tmp_p
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
-def test_a_damaged_memory_is_named_and_fails_its_client_alone(
-    kit: Any, tmp_path: Path, scenario: Scenario, damage: str
-) -> None:
+def test_a_damaged_memory_fails_only_its_client(kit: Any, tmp_path: Path, scenario: Scenario, damage: str) -> None:
     run = kit.make_run(tmp_path / "run", scenario, rounds=ROUNDS)
     serve(run, LocalExecutor(), stop=lambda: progress(run).done >= CLIENTS)
     path = run.memory(1, 0, "feedback")

@@ -82,7 +82,7 @@ def close(one: Run, other: Run) -> None:
 # ----------------------------------------------------------------------------------------------------- where waves are
 
 
-def test_waves_on_a_device_give_the_cpus_scores_and_say_where_they_were(kit: Any, tmp_path: Path) -> None:
+def test_waves_on_a_device_have_the_cpus_scores_and_name_the_device(kit: Any, tmp_path: Path) -> None:
     scenario = kit.scenario(attack=[IG, {"use": "analytic"}], audit={"executor": "local", "wave": 2})
     here, there = (kit.make_run(tmp_path / name, scenario) for name in ("here", "there"))
     serve(here, LocalExecutor())
@@ -144,7 +144,7 @@ def test_two_devices_share_waves_and_score_as_one(kit: Any, tmp_path: Path) -> N
         ("foreign", "attacked on the CPU: lazy:0 raised TypeError"),
     ],
 )
-def test_what_fails_on_a_device_is_attacked_on_the_cpu_and_says_why(
+def test_a_wave_that_fails_on_a_device_is_attacked_on_the_cpu_with_its_reason(
     kit: Any, tmp_path: Path, error: str, why: str
 ) -> None:
     table = {"use": HERE, "error": error, "iterations": 1}
@@ -248,11 +248,6 @@ def test_the_named_devices_get_workers(
     assert made.asked == (4, None, [torch.device(name) for name in names], "tf32")
     local = make_executor(AuditOptions(executor="local", devices=devices))
     assert isinstance(local, LocalExecutor) and str(local._worker.device) == names[0], "in one process, the first"
-
-
-def test_a_machine_without_a_gpu_computes_on_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert AuditOptions().devices_here() == [CPU]
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ METHODS = (
 )
 
 
-def test_nobody_else_of_the_machine_or_the_network_reaches_the_workers(ray_executor: RayExecutor) -> None:
+def test_no_other_user_or_machine_reaches_the_workers(ray_executor: RayExecutor) -> None:
     """Whoever reaches Ray's head, node or agent without certificate and token runs code as we, or ends them."""
     import ray
 

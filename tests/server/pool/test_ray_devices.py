@@ -52,7 +52,7 @@ def test_each_worker_sees_its_own_gpu_and_no_other(executor: RayExecutor) -> Non
     assert executor.slots == 3
 
 
-def test_workers_whose_gpu_cannot_be_used_attack_on_the_cpu_and_say_so(
+def test_workers_with_an_unusable_gpu_attack_on_the_cpu_with_a_reason(
     kit: Any, tmp_path: Path, executor: RayExecutor
 ) -> None:
     scenario = kit.scenario(attack=[IG], audit={"executor": "ray", "wave": 1})

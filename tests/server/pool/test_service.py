@@ -103,7 +103,7 @@ def test_the_replay_is_recorded_before_anything_is_attacked(kit: Any, tmp_path: 
     assert meta(run)["replay_detail"].endswith("exact to rounding")
 
 
-def test_a_run_whose_clients_did_something_else_says_so_and_is_not_attacked(kit: Any, tmp_path: Path) -> None:
+def test_a_failed_replay_check_is_reported_and_nothing_is_attacked(kit: Any, tmp_path: Path) -> None:
     scenario = kit.scenario(attack=[])
     run = kit.make_run(tmp_path / "run", scenario, tape=False)
     other = kit.scenario(attack=[], chain=[{"use": "local_sgd", "rate": 0.2}])

@@ -12,10 +12,10 @@ from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.federation import Federation
 from fedgauge.server.pool import update_checks
 from fedgauge.server.pool.service import make_executor, serve
-from fedgauge.server.pool.tape_source import TapeSource
 from fedgauge.server.pool.update_checks import MOST_CLIENTS, RECORDED, TrainingCheck
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
+from fedgauge.server.store.uploads import TapeSource
 from tests.small_runs import scenario
 
 

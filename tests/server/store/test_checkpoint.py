@@ -233,7 +233,7 @@ def test_rows_whose_updates_were_deleted_meanwhile_are_not_entered_again(half: R
         assert [o["digest"] for o in ledger.observations() if o["round"] == 2] == [None] * 3
 
 
-def test_what_a_killed_round_left_on_the_tape_is_swept(half: Run) -> None:
+def test_files_of_a_killed_round_are_deleted(half: Run) -> None:
     left = [
         half.folder / "tape" / name
         for name in ("round-00003.safetensors", "round-00003-client-00007.safetensors", ".part-x")
@@ -289,7 +289,7 @@ def test_a_run_without_a_checkpoint_is_never_trained_over(kit: Any, tmp_path: Pa
     same(told(run), before)
 
 
-def test_clients_with_a_memory_cannot_go_on_and_say_why(kit: Any, tmp_path: Path) -> None:
+def test_clients_with_a_state_cannot_resume(kit: Any, tmp_path: Path) -> None:
     def run_of(name: str, **settings: Any) -> Run:
         links = [
             {"use": "local_sgd", "rate": 0.1},
@@ -393,7 +393,7 @@ def exact(a: Any, b: Any) -> bool:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=VALUES)
-def test_whatever_a_strategy_keeps_comes_back_exactly(tmp_path: Path, value: Any) -> None:
+def test_every_state_of_a_strategy_is_restored_exactly(tmp_path: Path, value: Any) -> None:
     params = {"w": torch.ones(2), "a": torch.ones(1, dtype=torch.float64)}  # a file has wide types first
     Checkpoint(3, params, {}, {"kept": value}, SEEN).write(tmp_path)
     found = Checkpoint.read(tmp_path)

@@ -42,7 +42,7 @@ def rows(run: Run) -> dict[tuple[int, int], tuple[str, str, bool]]:
         return {(o["round"], o["client"]): (o["status"], o["reason"], bool(o["digest"])) for o in ledger.observations()}
 
 
-def test_what_a_full_disk_does_not_take_is_told_and_the_rest_is_attacked(
+def test_a_full_disk_is_reported_and_the_rest_is_attacked(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = trained(kit, tmp_path / "whole")
@@ -60,9 +60,7 @@ def test_what_a_full_disk_does_not_take_is_told_and_the_rest_is_attacked(
         assert (ledger.progress().failed, ledger.progress().queued) == (0, 0)
 
 
-def test_weights_without_a_single_update_are_not_left_behind(
-    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_without_an_update_are_deleted(kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(monkeypatch, "client")
     run = trained(kit, tmp_path / "full")
     assert set(rows(run).values()) == {("accepted", FULL, False)}

@@ -19,7 +19,7 @@ from fedgauge.server.store.ledger_types import Lease, Participation, Progress, R
 from tests.server.store.ledgers import accepted, filled, finish, jobs, plan_of, rows_of
 
 
-def test_rounds_and_facts_come_back(path: Path) -> None:
+def test_rounds_and_facts_are_read_again(path: Path) -> None:
     with Ledger(path, create=True) as ledger:
         ledger.record_round(0, 0.1, 2.3, 1.5, 0.0)
         ledger.record_round(1, 0.2, 2.2, 1.6, 0.01)
@@ -51,7 +51,7 @@ def test_problems_are_kept_once_and_in_order(path: Path) -> None:
         assert ledger.problems() == expected[1:]
 
 
-def test_intake_and_jobs_come_in_one_transaction(path: Path) -> None:
+def test_intake_and_jobs_are_one_transaction(path: Path) -> None:
     """A plan whose attacks are unknown fails the jobs; the observations must not stay without them."""
     with Ledger(path, create=True) as ledger:
         with pytest.raises(KeyError):

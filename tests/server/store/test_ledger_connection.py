@@ -19,7 +19,7 @@ def test_a_missing_ledger_is_named_and_not_made(path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [b"garbage" * 100, b"SQLite format 3\x00" + b"\xff" * 500, b"", b"x", "another's", None]
 )
-def test_what_is_no_ledger_is_named_and_left_alone(path: Path, data: bytes | str | None) -> None:
+def test_a_file_that_is_no_ledger_is_named_and_unchanged(path: Path, data: bytes | str | None) -> None:
     """A run whose ledger was lost must not look like one in which nothing happened."""
     if data is None:
         path.mkdir()
@@ -38,7 +38,7 @@ def test_what_is_no_ledger_is_named_and_left_alone(path: Path, data: bytes | str
 
 @pytest.mark.parametrize("readonly", [False, True])
 @pytest.mark.parametrize("version", [0, 99])
-def test_a_ledger_of_another_version_is_refused_and_left_alone(path: Path, version: int, readonly: bool) -> None:
+def test_a_ledger_of_another_version_is_refused_and_unchanged(path: Path, version: int, readonly: bool) -> None:
     Ledger(path, create=True).close()
     db = sqlite3.connect(path)
     db.execute(f"PRAGMA user_version = {version}")

@@ -83,7 +83,7 @@ def test_scores_are_in_long_format_in_a_stable_order(path: Path) -> None:
         assert ledger.best_so_far() == 20.0
 
 
-def test_why_an_attack_ended_as_it_did_is_kept_beside_its_job(path: Path) -> None:
+def test_the_reason_of_an_attack_is_kept_with_its_job(path: Path) -> None:
     with filled(path, plan_of("a", "b", wave=4)) as ledger:
         for name, reasons in (("a", {0: "too dark", 2: "too dark", 3: "no label"}), ("b", {})):
             lease = take(ledger)
@@ -103,23 +103,6 @@ def test_a_wave_is_finished_whole_or_not_at_all(path: Path) -> None:
             ledger.finish(lease, incomplete)
         assert list(ledger.scores()) == []
         assert ledger.progress() == Progress(leased=4)
-
-
-def test_what_no_attack_needs_any_more_may_be_forgotten(path: Path) -> None:
-    with filled(path, plan_of("a", wave=2, rounds=(1,)), rounds=2) as ledger:
-        assert ledger.deletable() == {2: [0, 1, 2, 3]}, "round 2 is not attacked"
-        ledger.mark_deleted(2)
-        for _ in range(2):
-            assert ledger.deletable() == {}
-            lease = take(ledger)
-            assert ledger.deletable() == {}
-            ledger.finish(lease, rows_of(lease))
-        assert ledger.deletable() == {1: [0, 1, 2, 3]}
-        ledger.mark_deleted(1)
-        assert ledger.deletable() == {}
-        before = jobs(ledger)
-        ledger.enqueue(plan_of("a"))
-        assert jobs(ledger) == before, "what is forgotten cannot be attacked"
 
 
 # -------------------------------------------------------------------------------------------------- stateful attacks
@@ -185,7 +168,7 @@ def failed_once(ledger: Ledger) -> None:
     finish(ledger)
 
 
-def test_failed_jobs_return_to_the_queue_as_if_they_had_never_been_tried(path: Path) -> None:
+def test_failed_jobs_return_to_the_queue_without_attempts(path: Path) -> None:
     with filled(path, plan_of("a", wave=2)) as ledger:
         untried = jobs(ledger)
         failed_once(ledger)
@@ -256,7 +239,7 @@ def test_what_failed_leaves_a_row_of_the_runs_main_metric_or_the_limits_own(
         assert {row["metric"] for row in ledger.scores()} == {metric}
 
 
-def test_a_main_metric_that_nobody_here_knows_is_named(path: Path) -> None:
+def test_an_unknown_main_metric_is_named(path: Path) -> None:
     with filled(path, plan_of("a")) as ledger:
         ledger.set_meta(main_metric="taste")
         with pytest.raises(LedgerError, match="taste"):

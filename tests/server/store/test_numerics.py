@@ -31,7 +31,7 @@ def test_equal_ways_to_compute_are_kept_once(path: Path) -> None:
         assert attacked_on(ledger).endswith("; cuda:0 and cuda:1 NVIDIA H100, float32 (IEEE)")
 
 
-def test_what_is_tried_again_is_no_longer_of_the_device_before(path: Path) -> None:
+def test_a_retried_job_forgets_its_device(path: Path) -> None:
     with filled(path, plan_of("a", wave=4)) as ledger:
         attack(ledger, GPU)
         ledger.retry_ended({"converged"}, 4)

@@ -86,14 +86,14 @@ def test_a_run_never_overwrites_another(kit: Any, run: Run) -> None:
         Run.create(run.folder, kit.scenario())
 
 
-def test_opening_what_is_no_run_names_the_folder(tmp_path: Path) -> None:
+def test_opening_a_folder_without_a_run_names_it(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=str(tmp_path)):
         Run.open(tmp_path)
     with pytest.raises(LedgerError, match="nowhere"):
         Run.open(tmp_path / "nowhere")
 
 
-def test_a_second_holder_is_told_who_the_first_is(run: Run) -> None:
+def test_a_second_holder_gets_the_process_of_the_first(run: Run) -> None:
     child = hold(run)
     try:
         with pytest.raises(RunBusy, match=str(child.pid)), run.lock("audit"):
@@ -113,7 +113,7 @@ def test_a_dead_holder_holds_nothing(run: Run) -> None:
     assert run.holder("audit") is None
 
 
-def test_a_holder_that_has_not_yet_said_who_it_is_is_no_process_zero(run: Run) -> None:
+def test_a_holder_that_has_not_written_its_number_is_not_process_zero(run: Run) -> None:
     """`fedgauge stop` sends the holder a signal, and process 0 is the sender's own group."""
     import fcntl
 

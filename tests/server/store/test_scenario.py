@@ -64,7 +64,7 @@ NOISY = [
 ]
 
 
-def test_epsilons_are_told_at_the_delta_that_is_asked_for(kit: Any) -> None:
+def test_epsilons_have_the_requested_delta(kit: Any) -> None:
     assert kit.scenario(chain=NOISY).privacy.delta == 1e-5
     scenario = kit.scenario(chain=NOISY, privacy={"delta": 1e-3})
     assert scenario.privacy.delta == 1e-3
@@ -78,7 +78,9 @@ def test_epsilons_are_told_at_the_delta_that_is_asked_for(kit: Any) -> None:
     (NOISY, {"delta": 0}, r"\[privacy\]: delta must be above 0 and below 1, got 0"),
     (NOISY, {"epsilon": 3}, r"\[privacy\]: unknown key 'epsilon' \(it has: delta\)"),
 ])  # fmt: skip
-def test_an_epsilon_that_does_not_hold_is_refused_to_who_asks(kit: Any, chain: Any, privacy: Any, message: str) -> None:
+def test_a_scenario_that_asks_for_an_invalid_epsilon_is_refused(
+    kit: Any, chain: Any, privacy: Any, message: str
+) -> None:
     with pytest.raises(SpecError, match=message):
         kit.scenario(chain=chain, privacy=privacy)
     assert kit.scenario(chain=chain), "who does not ask may run it"
@@ -170,7 +172,7 @@ def test_mistakes_name_file_table_value_and_what_is_allowed(
 
 
 @pytest.mark.parametrize("missing", ["rounds", "clients", "data", "model"])
-def test_what_is_missing_is_named(kit: Any, tmp_path: Path, missing: str) -> None:
+def test_a_missing_key_is_named(kit: Any, tmp_path: Path, missing: str) -> None:
     tables = kit.tables()
     del tables[missing]
     with pytest.raises(SpecError, match=missing):
@@ -211,7 +213,7 @@ FULL: dict[str, Any] = {
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_whatever_stands_in_any_place_is_accepted_or_refused_in_words(kit: Any, data: st.DataObject) -> None:
+def test_any_value_is_accepted_or_refused_with_a_message(kit: Any, data: st.DataObject) -> None:
     tables = copy.deepcopy(kit.tables(**FULL))
     *parents, last = data.draw(st.sampled_from([p for p in places(tables) if p]))
     here: Any = tables

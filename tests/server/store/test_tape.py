@@ -46,12 +46,12 @@ def named_tensors(draw: st.DrawFn) -> dict[str, Tensor]:
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tensors=named_tensors())
-def test_tensors_come_back_bit_for_bit(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_tensors_are_read_bit_for_bit(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     digest = write_tensors(tmp_path / "t.safetensors", tensors)
     assert bits(read_tensors(tmp_path / "t.safetensors", digest)) == bits(tensors)
 
 
-def test_transposed_and_expanded_tensors_come_back(tmp_path: Path) -> None:
+def test_transposed_and_expanded_tensors_are_read_again(tmp_path: Path) -> None:
     tensors = {"t": torch.arange(6.0).reshape(2, 3).T, "e": torch.tensor([1.0]).expand(4), "g": torch.ones(2)}
     tensors["g"].requires_grad_()
     write_tensors(tmp_path / "t", tensors)
@@ -65,7 +65,7 @@ def taped(folder: Path) -> tuple[Tape, str]:
     return tape, f"{sent}:{tape.write_update(3, 7, UPDATE)}"
 
 
-def test_an_observation_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_an_observation_is_read_bit_for_bit(tmp_path: Path) -> None:
     tape, digest = taped(tmp_path)
     seen = tape.read(3, 7, digest)
     assert (seen.round, seen.client) == (3, 7)
@@ -199,7 +199,7 @@ def test_a_writer_killed_at_any_line_leaves_the_old_file_or_the_new_one(tmp_path
     assert numbers[1] == 0 and numbers[-1] == len(numbers) - 1, "the first kill left the old file, the last the new one"
 
 
-def test_tensors_come_back_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+def test_tensors_are_read_in_their_written_order(tmp_path: Path) -> None:
     """safetensors' own order differs from process to process, and a client's noise is drawn in the order of the names."""
     names = [f"layer{i * 7 % 40}" for i in range(40)]
     tape = Tape(tmp_path)

@@ -44,7 +44,7 @@ def test_another_precision_becomes_the_models(normed: Federation, kind: torch.dt
     assert {t.dtype for t in (*seen.params.values(), *seen.update.values(), *seen.buffers.values())} == {torch.float32}
 
 
-def test_arrays_without_names_stand_in_the_models_order(normed: Federation) -> None:
+def test_arrays_without_names_have_the_models_order(normed: Federation) -> None:
     state, named = normed.model.state_dict(), dict(normed.model.named_parameters())
     for chosen in (state, {k: t.detach() for k, t in named.items()}):
         by_place = {str(i): t for i, t in enumerate(chosen.values())}
@@ -53,7 +53,7 @@ def test_arrays_without_names_stand_in_the_models_order(normed: Federation) -> N
         assert all(torch.equal(seen.params[k], chosen[k]) for k in named)
 
 
-def test_a_wrappers_prefix_is_left_out(normed: Federation) -> None:
+def test_a_wrappers_prefix_is_removed(normed: Federation) -> None:
     state = {f"_orig_mod.{k}": t for k, t in normed.model.state_dict().items()}
     assert list(as_the_model_has_it(uploaded(state), normed).params) == [k for k, _ in normed.model.named_parameters()]
 
@@ -119,7 +119,7 @@ def test_frozen_layers_need_not_be_uploaded(make_federation: Make) -> None:
         (lambda state: {str(i): t for i, t in enumerate(list(state.values())[:-1])}, "names"),
     ],
 )  # fmt: skip
-def test_what_is_not_the_models_is_refused(
+def test_uploads_of_another_model_are_refused(
     make_federation: Make, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], words: str
 ) -> None:
     fed = make_federation(model={"use": "mlp", "hidden": [8]})

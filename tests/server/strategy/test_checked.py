@@ -227,7 +227,7 @@ BAD_TENSORS: dict[str, Tensor | Array] = {
 
 
 @pytest.mark.parametrize("case", BAD_TENSORS)
-def test_a_bad_tensor_is_refused_by_name_and_the_others_are_as_if_it_was_absent(kit: Any, case: str) -> None:
+def test_a_bad_tensor_is_refused_by_name_without_effect_on_the_others(kit: Any, case: str) -> None:
     at = Round(kit)
     trained, intake = at.answer(
         [at.good(0), kit.reply(at.asked[1], at.update(1) | {BIAS: BAD_TENSORS[case]}), at.good(2), at.good(3)]
@@ -278,7 +278,7 @@ BAD_REPLIES: dict[str, tuple[Callable[[Message], None], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_REPLIES)
-def test_a_bad_reply_is_refused_and_the_others_are_as_if_it_was_absent(kit: Any, case: str) -> None:
+def test_a_bad_reply_is_refused_without_effect_on_the_others(kit: Any, case: str) -> None:
     spoil, reason = BAD_REPLIES[case]
     at = Round(kit)
     bad = at.good(1)
@@ -290,7 +290,7 @@ def test_a_bad_reply_is_refused_and_the_others_are_as_if_it_was_absent(kit: Any,
     assert identical(trained, alone.answer([alone.good(c) for c in (0, 2, 3)])[0])
 
 
-def test_a_client_that_answers_twice_loses_both_whatever_comes_first(kit: Any) -> None:
+def test_a_client_that_answers_twice_loses_both_replies(kit: Any) -> None:
     """Which of the two arrives first is chance: taking either would make the trained model depend on it."""
     alone = Round(kit)
     expected, _ = alone.answer([alone.good(c) for c in (0, 2, 3)])
@@ -357,7 +357,7 @@ def with_buffers(kit: Any, message: Message, update: dict[str, Tensor], examples
     return travelled
 
 
-def test_buffers_travel_apart_and_come_back_averaged_by_examples(kit: Any) -> None:
+def test_buffers_are_sent_separately_and_averaged_by_examples(kit: Any) -> None:
     at = Round(kit, BUFFERS)
     sent = at.asked[0].content.array_records["buffers"].to_torch_state_dict()
     assert identical(dict(sent), BUFFERS)

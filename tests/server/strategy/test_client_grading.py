@@ -113,7 +113,7 @@ def test_clients_give_the_simulations_scores_to_half_a_decibel(pair: tuple[Run, 
     assert compared == 2 * 3 * 5 * 2  # rounds, clients, (an attack, its wrong client and three baselines), examples
 
 
-def test_scores_stand_beside_the_pictures_that_they_are_of(pair: tuple[Run, Run]) -> None:
+def test_scores_have_the_order_of_the_reconstructions(pair: tuple[Run, Run]) -> None:
     """In the order of the reconstruction's images: the truth's order stays at the client."""
     run = pair[1]
     scenario = run.scenario()
@@ -241,7 +241,7 @@ def test_a_round_is_asked_about_once_its_attacks_have_ended(tmp_path: Path) -> N
         assert len(grid.queries) >= before
 
 
-def test_a_client_that_is_away_is_asked_again_and_at_the_end_told_of(tmp_path: Path) -> None:
+def test_an_absent_client_is_asked_again_and_reported_at_the_end(tmp_path: Path) -> None:
     run, grid = attacked(tmp_path, small(rounds=1))
     with run.ledger() as ledger, flower():
         grid.away = {2}
@@ -321,7 +321,7 @@ def test_an_answer_that_is_no_decibels_of_these_images_or_has_no_precision_is_no
     assert not found.psnr and found.reason("dlg")
 
 
-def test_nobody_is_scored_who_was_not_asked_about() -> None:
+def test_only_requested_clients_are_scored() -> None:
     with flower():
         found = read(answer({"dlg": [20.0, 21.0], "other": [50.0, 50.0]}, refused={"third": "no"}), {"dlg": 2})
     assert dict(found.psnr) == {"dlg": [20.0, 21.0]}
@@ -358,7 +358,7 @@ def test_an_auditor_of_a_deployment_never_asks_for_the_truth(
         Auditor(FederationSource(scenario.federation)).audit(scenario.plan.attacks[0], wave)
 
 
-def test_labels_cannot_be_given_where_nobody_has_them(tmp_path: Path, observe: Callable[..., Any]) -> None:
+def test_labels_cannot_be_given_without_a_truth(tmp_path: Path, observe: Callable[..., Any]) -> None:
     scenario = small(attack=[{**ATTACKS[0], "labels": "given"}])
     with pytest.raises(SpecError, match="labels"):
         create_run(scenario, tmp_path / "run", mode="deployment")

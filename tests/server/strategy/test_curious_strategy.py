@@ -73,7 +73,7 @@ def test_keep_all_keeps_every_accepted_update_and_attacks_what_the_plan_says(kit
 
 
 @pytest.mark.parametrize("keep", ["attacked", "none"])
-def test_keep_scored_keeps_what_is_attacked_and_one_for_the_replay_check(kit: Any, tmp_path: Path, keep: str) -> None:
+def test_keep_attacked_keeps_attacked_updates_and_one_for_the_replay_check(kit: Any, tmp_path: Path, keep: str) -> None:
     at = Tapped(tmp_path, plan_of(kit, rounds=[2], clients=[0, 2]), keep)
     assert at.kept() == {1: [0], 2: [0, 2]}
     assert {round for round, _, _ in jobs(at.ledger)} == {2}

@@ -98,7 +98,7 @@ def test_the_app_runs_under_flower_itself(kit: Any, tmp_path: Path) -> None:
     with Run.open(folder).ledger() as ledger:
         rows = ledger.observations()
         assert ledger.meta()["state"] == "trained" and [row["round"] for row in ledger.rounds()] == [1, 2]
-        assert all(row["accuracy"] is not None and "eval_acc" in row["metrics"] for row in ledger.rounds())
+        assert all(row["accuracy"] is not None for row in ledger.rounds())
         assert [(o["round"], o["client"], o["status"]) for o in rows] == [
             (r, c, "accepted") for r in (1, 2) for c in (0, 1)
         ]

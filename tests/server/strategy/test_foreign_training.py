@@ -26,13 +26,12 @@ def test_an_adam_taken_for_sgd_is_a_warning_on_the_card_and_the_run(kit: Any, ap
             cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}
             words = ledger.meta()["training"]
             assert ledger.meta()["replay_detail"].endswith(words)
-            assert ledger.meta()["training_fits"] == str(False if app.chain == TAKEN_FOR_SGD else None)
+            assert ledger.meta()["training_fits"] == str(app.chain != TAKEN_FOR_SGD)
         warning = "WARNING: the assumed local training does not explain the update, so attacks may show noise"
         assert words.startswith(warning) is (app.chain == TAKEN_FOR_SGD), words
         assert cards["inverting_gradients"].count(words) == 1
         assert words not in cards["mean_image"]
     if app.chain != TAKEN_FOR_SGD:
-        assert "3 local steps of Adam" in words
         assert "the order of each epoch assumed" in cards["inverting_gradients"]
 
 

@@ -83,7 +83,7 @@ def test_at_most_ten_lines_are_fedgauges() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
-def test_sentences_come_back_of_adapters_that_flower_trained(
+def test_sentences_are_recovered_from_adapters_trained_by_flower(
     kit: Any, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     audit_file(place)

@@ -261,22 +261,6 @@ def groups_of(grid: Any) -> list[set[int]]:
     return list(found.values())
 
 
-def test_an_answer_that_cannot_be_decoded_is_none(kit: Any) -> None:
-    grid, recorder = kit.MemoryGrid("", 5, app=app_of(FIVE)), Recorder()
-
-    def spoil(round: int, replies: list[Message]) -> list[Message]:
-        for m in replies:
-            if grid.nodes[m.metadata.src_node_id] == 2 and m.content.array_records:
-                (vector,) = m.content.array_records["secure-sum-arrays"].values()
-                vector.data = b"PK\x03\x04 no array"
-        return replies
-
-    grid.tamper = spoil
-    SecureSumStrategy(recorder, FIVE).start(grid, ArrayRecord(THETA), 1)
-    (reply,) = (m for m in recorder.handed[0] if not m.has_error())
-    assert reply.content.metric_records["metrics"]["num-examples"] == 1 + 2 + 4 + 5
-
-
 # ------------------------------------------------------------------------------------------- the ideal one of simulations
 
 EIGHT: dict[str, Any] = {"clients": 8, "data": {"use": "mnist5k", "batch_size": 1, "auxiliary": 64}}

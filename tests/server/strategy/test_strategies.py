@@ -218,7 +218,7 @@ def test_a_run_with_chaos_in_it_goes_on_to_the_end(kit: Any, tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------- BatchNorm in train mode
 
 
-def test_batchnorm_statistics_travel_to_the_clients_and_come_back_averaged(kit: Any) -> None:
+def test_batchnorm_statistics_are_sent_to_clients_and_averaged(kit: Any) -> None:
     scenario = scenario_of(kit, "FedAvg", **BATCHNORM)
     federation = Federation(scenario.protocol)
     params, buffers = federation.initial()
@@ -298,7 +298,7 @@ def test_in_a_deployment_one_client_does_not_stop_the_others(kit: Any) -> None:
         discover_nodes(grid, 5, patience=0.5)
 
 
-def test_nodes_of_a_deployment_that_come_back_are_asked_again(kit: Any) -> None:
+def test_nodes_that_reconnect_to_a_deployment_are_asked_again(kit: Any) -> None:
     """A SuperLink that was restarted calls its old nodes connected, and answers for them itself until they are."""
     grid = kit.grid(kit.scenario())
     deliver, away = grid.send_and_receive, [[0, 1, 2, 3], [1, 3], []]
@@ -314,7 +314,7 @@ def test_nodes_of_a_deployment_that_come_back_are_asked_again(kit: Any) -> None:
     assert not away
 
 
-def test_who_comes_late_to_a_deployment_is_let_in_once_and_takes_nobodys_place(kit: Any) -> None:
+def test_a_late_client_joins_a_deployment_once_under_its_own_number(kit: Any) -> None:
     grid = kit.grid(kit.scenario())
     nodes = {client: node for node, client in grid.nodes.items()}
     there, asked = [nodes[0], nodes[2]], Counter[int]()

@@ -92,7 +92,7 @@ def test_the_truth_gives_a_deployment_the_simulations_scores(
     assert over == {(round, client, "membership_over_rounds") for round in (1, 2) for client in range(3)}
     assert verdict(deployment).word == verdict(simulation).word == "leaks"
     report = " ".join((deployment.folder / "report.html").read_text().split())
-    assert "Batch membership leaks" in report and "batches are not here" not in report
+    assert "Batch membership leaks" in report and "batches are missing" not in report
 
     for path in truth.glob("client-2-*"):
         path.unlink()

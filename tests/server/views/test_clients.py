@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedgauge.server.views.clients import clients
+from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.reading import read_once
 from tests.simulations.reports.figures.graded_runs import graded
 

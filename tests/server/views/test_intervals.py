@@ -85,7 +85,7 @@ def test_a_rate_of_nothing() -> None:
     assert (Rate(0, 0).fraction, Rate(0, 0).interval) == (None, (0.0, 1.0))
 
 
-def test_what_a_guess_restores_of_labels_stands_on_paper() -> None:
+def test_labels_restored_by_a_guess_by_hand() -> None:
     assert guessed_labels([0.1] * 10, 1) == pytest.approx(0.1)
     assert guessed_labels([0.1] * 10, 4) == pytest.approx(1 - 0.9**4), "four different classes, each there or not"
     assert guessed_labels([0.5, 0.5], 4) == pytest.approx((1 * 4 + 2 * 11) / 16 * 2 / 4), "two of each"

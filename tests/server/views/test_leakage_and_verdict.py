@@ -125,7 +125,7 @@ NOTHING: Values = {"psnr": [None, None], "mse": [None, None]}
         (MIXED, MIXED, "ssim", (0.5, 0.5, 0.9, 4, {}, 2)),
     ],
 )
-def test_a_leak_stands_on_paper(
+def test_a_leak_by_hand(
     ledger: Ledger, first: Values, second: Values | None, metric: str, expected: tuple[object, ...]
 ) -> None:
     guess: Values = {"psnr": [12.0, 12.0]}
@@ -202,7 +202,7 @@ def test_scores_in_pieces_are_the_scores_at_once(keys: list[tuple[int, int, str,
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def test_the_round_table_stands_on_paper(ledger: Ledger) -> None:
+def test_the_round_table_by_hand(ledger: Ledger) -> None:
     for round, accuracy in ((0, 0.1), (1, 0.3), (2, 0.5)):
         ledger.record_round(round, accuracy, 2.0, 1.0, 0.01)
     cells: dict[Cell, Values | None] = {}
@@ -247,7 +247,7 @@ def refuse(ledger: Ledger, clients: Sequence[int]) -> None:
             ledger.grade(job.id, rows, "the owner does not allow it")
 
 
-def test_what_nobody_graded_counts_neither_way(ledger: Ledger) -> None:
+def test_ungraded_reconstructions_count_on_neither_side(ledger: Ledger) -> None:
     """Two owners of three refuse; the third's images all come back: that is all of one, not a third of three."""
     score(ledger, {(1, 0, "matching"): {"psnr": [40.0]}, **ungraded("matching", (1, 2))}, examples=1)
     refuse(ledger, (1, 2))
@@ -259,7 +259,7 @@ def test_what_nobody_graded_counts_neither_way(ledger: Ledger) -> None:
     assert scores_of(ledger).left_ungraded == 2
 
 
-def test_where_nobody_grades_there_is_no_curve_and_no_word_of_a_missing_image(ledger: Ledger) -> None:
+def test_without_grades_there_is_no_success_curve(ledger: Ledger) -> None:
     cells = ungraded("matching", (0, 1)) | ungraded("mean_image", (0, 1))
     score(ledger, cells | {(1, 2, "matching"): {"psnr": [None]}}, examples=1, status="not_applicable")
     refuse(ledger, (0, 1))
@@ -302,7 +302,7 @@ def judged(folder: Path, cells: Mapping[Cell, Values | None], **meta: str) -> Ve
         return verdict_on(ledger)
 
 
-def test_chance_alone_leaks_seldom_and_three_decibels_always(tmp_path: Path) -> None:
+def test_chance_leaks_rarely_and_three_decibels_always(tmp_path: Path) -> None:
     alarms = [judged(tmp_path, drawn(seed, gain=0.0)).word == "leaks" for seed in range(25)]
     assert sum(alarms) <= 1
     assert all(judged(tmp_path, drawn(seed, gain=3.0)).word == "leaks" for seed in range(25))
@@ -424,7 +424,7 @@ def test_how_well_labels_are_guessed_depends_on_how_common_the_classes_are(tmp_p
         assert verdict_on(ledger, [0.9, 0.1]).reconstruction == "not shown to leak"
 
 
-def test_labels_leak_even_where_nothing_can_be_said_of_the_images(tmp_path: Path) -> None:
+def test_labels_leak_even_if_the_images_are_undetermined(tmp_path: Path) -> None:
     cells: dict[Cell, Values | None] = {
         (1, c, "matching"): {"psnr": [None] * 4, "label_accuracy": [1.0]} for c in range(12)
     }
@@ -463,7 +463,7 @@ def test_the_sentence_names_attack_budget_baseline_and_numbers(tmp_path: Path) -
         (PLAN.attacks[1:], {}, "no attack that reconstructs"),
     ],
 )
-def test_of_a_run_without_scores_nothing_is_said(
+def test_a_run_without_scores_is_undetermined(
     tmp_path: Path, attacks: tuple[PlannedAttack, ...], meta: dict[str, str], why: str
 ) -> None:
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
@@ -480,7 +480,7 @@ def test_of_a_run_without_scores_nothing_is_said(
         ({(1, 0, "matching"): {"psnr": [40.0] * 4}}, "no attack is compared"),
     ],
 )
-def test_of_attacks_without_a_comparison_nothing_is_said(
+def test_attacks_without_a_comparison_are_undetermined(
     tmp_path: Path, cells: Mapping[Cell, Values | None], why: str
 ) -> None:
     verdict = judged(tmp_path, cells)

@@ -66,7 +66,7 @@ def test_the_numbers_of_a_test_are_means_over_members(tmp_path: Path) -> None:
     assert "leaks: by membership" in told.sentence and "90\u00a0%" in told.sentence
 
 
-def test_chance_alone_leaks_seldom(tmp_path: Path) -> None:
+def test_chance_leaks_rarely(tmp_path: Path) -> None:
     """Values of members that are strangers are uniform, whatever the test."""
     rng, alarms = np.random.default_rng(0), 0
     for seed in range(40):
@@ -77,7 +77,7 @@ def test_chance_alone_leaks_seldom(tmp_path: Path) -> None:
     assert alarms <= 3  # of 40 at 2.5 %, with a probability of 98 %
 
 
-def test_one_client_leaks_where_whole_batches_are_told(tmp_path: Path) -> None:
+def test_one_client_leaks_if_whole_batches_are_detected(tmp_path: Path) -> None:
     """No interval comes from one client; that strangers fill half of three batches has a probability of 0.02^3, in two ways."""
     cells = {
         (round, 0, "membership"): {"membership": [1.0, 1.0], "membership_at_1_percent": [1.0, 1.0]}
@@ -89,7 +89,7 @@ def test_one_client_leaks_where_whole_batches_are_told(tmp_path: Path) -> None:
     assert told.hits_by_luck == pytest.approx(2 * 0.02**3)
 
 
-def test_what_the_weights_tell_as_well_is_no_leak_of_the_update(tmp_path: Path) -> None:
+def test_membership_known_from_the_weights_is_no_leak_of_the_update(tmp_path: Path) -> None:
     """The loss alone tells the same members: nothing was read off the update."""
     told = {"membership": [1.0, 1.0, 0.3], "membership_at_1_percent": [1.0, 1.0, 0.0]}
     clients = {"one": 1, "four": 4}
@@ -102,7 +102,7 @@ def test_what_the_weights_tell_as_well_is_no_leak_of_the_update(tmp_path: Path) 
         assert found.word == ("undetermined" if count == 1 else "not shown to leak")
 
 
-def test_what_a_baseline_tells_too_leaves_the_batch_as_large_as_it_is(tmp_path: Path) -> None:
+def test_members_that_a_baseline_also_detects_keep_the_batch_size(tmp_path: Path) -> None:
     """Three of four members are told by the loss as well: one of four is not half of the batch."""
     own = {"membership": [1.0] * 4, "membership_at_1_percent": [1.0] * 4}
     loss = {"membership": [1.0] * 3 + [0.4], "membership_at_1_percent": [1.0] * 3 + [0.0]}

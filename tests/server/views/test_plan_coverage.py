@@ -135,7 +135,7 @@ def test_a_run_all_of_whose_updates_are_refused(tmp_path: Path) -> None:
         assert gate.outcome == "incomplete" and found.words in verdict_of(reading).sentence
 
 
-def test_a_run_whose_plan_was_carried_out_is_complete(tmp_path: Path) -> None:
+def test_a_run_with_all_planned_attacks_is_complete(tmp_path: Path) -> None:
     run = recorded(tmp_path / "run", small(), {r: sent(0, 1) for r in (1, 2, 3)})
     with run.ledger() as ledger:
         end_all(ledger)

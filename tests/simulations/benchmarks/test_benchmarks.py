@@ -2,18 +2,16 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fedgauge.attacks.matching.compiled_step import missing
 from fedgauge.client.models.vision import lenet
 from fedgauge.simulations.benchmarks.__main__ import BENCHMARKS, RESULTS, main, readme
 from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, DIGITS, PUBLISHED, SpeedCase, engine, problem
 from fedgauge.simulations.benchmarks.intercept import InterceptCase, intercept
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure
 
 
 def by_name(report: BenchmarkReport) -> dict[str, Figure]:
@@ -53,35 +51,6 @@ def test_the_engine_benchmark_compares_every_case(monkeypatch: pytest.MonkeyPatc
         assert figure.value == pytest.approx(theirs / ours, rel=0.02)
     skipped = figures[f"lenet, {CIFAR_SHAPE}, K = 1, compiled: engine / {PUBLISHED} [x]"]
     assert (skipped.value, skipped.met) == (None, None) and "a C++ compiler" in skipped.note
-
-
-@pytest.mark.full
-@pytest.mark.skipif(missing(torch.device("cpu")) != "", reason="torch.compile needs a compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile itself uses
-@pytest.mark.slow
-def test_a_step_compiled_once_serves_every_later_run_of_the_same_wave(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, compilations, compile_it = problem(CIFAR_SHAPE, 1), [], torch.compile
-
-    def counted(*arguments: object, **settings: object) -> object:
-        compilations.append(1)
-        return compile_it(*arguments, **settings)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(torch, "compile", counted)
-    compiled = replace(plain, compiled=True)
-    first, again = compiled.engine(3), compiled.engine(3)
-    assert compilations == [1]
-    assert first.equal(again)
-    moved = (
-        first - plain.engine(3)
-    ).abs() > 1e-3  # a slope of nearly nothing may change its sign, and the step is its sign
-    assert moved.double().mean() < 1e-3
-
-
-def test_works_take_turns_after_one_run_that_is_not_counted() -> None:
-    order: list[str] = []
-    seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
-    assert order == ["a", "b"] * 3
-    assert {name: len(spent) for name, spent in seconds.items()} == {"a": 2, "b": 2}
 
 
 # ------------------------------------------------------------------------------------------------------- intercept

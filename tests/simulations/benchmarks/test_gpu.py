@@ -105,21 +105,6 @@ def test_the_residual_network_is_torchvisions() -> None:
         assert torch.allclose(ours(x), theirs(x), atol=1e-4)
 
 
-def test_a_measure_that_fails_says_why_and_the_others_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(benchmark: GpuBenchmark) -> list[Figure]:
-        raise RuntimeError("CUDA error: an illegal memory access\nand how to debug it")
-
-    toys: dict[str, Measure] = {"broken": broken, "fine": lambda benchmark: [Figure("fine", 2.0, "x")]}
-    monkeypatch.setattr(gpu, "MEASURES", toys)
-    assert main([*ON_CPU, "-o", str(tmp_path / "found.json")]) == 1
-    found = {f["name"]: f for f in json.loads((tmp_path / "found.json").read_text())["figures"]}
-    assert "RuntimeError: CUDA error" in found["broken"]["note"]
-    assert found["fine"]["value"] == 2.0
-    assert "fine  2  x" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("arguments", [["lenets"], ["--device", "gpu"]])
 def test_a_mistake_is_refused_before_anything_is_measured(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

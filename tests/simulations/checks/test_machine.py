@@ -41,19 +41,3 @@ def test_each_gpu_is_told_with_its_free_memory_and_driver(monkeypatch: pytest.Mo
         monkeypatch.setattr(machine, "devices_of", lambda wanted: [device])
         (found,) = gpus()
     assert found == CheckResult("GPU lazy:0", True, False, "NVIDIA H100, 60.0 of 80.0 GiB free, driver 550.54.15")
-
-
-def test_a_gpu_on_which_nothing_can_be_computed_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def info(device: torch.device) -> tuple[int, int]:
-        if device.type == "cuda":
-            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
-        return 2**30, 2**30
-
-    with_driver(monkeypatch, "550.54.15")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", info)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    with separate_device() as other:
-        monkeypatch.setattr(machine, "devices_of", lambda wanted: [torch.device("cuda", 0), other])
-        busy, works = gpus()
-    assert (busy.name, busy.works, works.works) == ("GPU cuda:0", False, True)
-    assert "busy or unavailable" in busy.message

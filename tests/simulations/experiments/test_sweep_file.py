@@ -39,7 +39,7 @@ def test_a_cell_is_the_shared_scenario_with_the_defenses_own_tables(tmp_path: Pa
         (changed("defense", 0, name=3), "[[defense]] #1: name"),
         (changed("defense", 0, name=""), "unknown defense 'none'"),
         (changed("defense", 0, chian=[]), "'chian'"),
-        (changed("defense", 0, chain=[]), "none needs a name and a chain"),
+        (changed("defense", 0, chain=[]), "[[chain]]"),
         (changed("defense", 0, chain=[{"use": "sign"}]), "[[defense]] none: [[chain]]"),
         (changed("defense", 0, model={"width": 2}), "'width'"),
         (changed("defense", 1, name="none"), "'none-seed0'"),

@@ -15,8 +15,8 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import RunProgress
+from fedgauge.simulations.live.view import Events
 from tests.simulations.live.conftest import TABLES, intake, work
 from tests.small_runs import scores_of
 
@@ -82,22 +82,6 @@ def test_numbers_that_are_not_finite_are_null(ledger: Ledger, taped: Run, capsys
     assert (exact["best"], exact["exact"], exact["mean"], exact["n"]) == (None, True, (60 + 20) / 2, 4)
     assert (none["best"], none["exact"], none["mean"], none["n"], none["failed"]) == (None, False, None, 0, 4)
     assert (scores["wrong_client(matching)"]["best"], scores["wrong_client(matching)"]["exact"]) == (9.0, False)
-
-
-def test_an_event_is_told_once(ledger: Ledger, taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    run_progress = RunProgress(ledger, Scenario.from_tables(TABLES))
-    ledger.record_round(1, 0.5, 1.0, 1.0, 0.0)
-    ledger.set_meta(replay="ok", replay_detail="exact")
-    intake(ledger, 1, clients=2)
-    view = Events(run_progress, taped)
-    with view.shown():
-        for waves in (0, 1, 0, 5):
-            work(ledger, lambda: 20.0, waves=waves)
-            ledger.set_meta(state="whatever")
-            view._emit_changes(force=True)
-    kinds = [(e["event"], e.get("attack"), e.get("done")) for e in events_of(capsys.readouterr().out)]
-    assert len(kinds) == len(set(kinds))
-    assert [done for event, _, done in kinds if event == "progress"] == [0, 2, 6]
 
 
 def test_errors_are_events_as_well_as_words(taped: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

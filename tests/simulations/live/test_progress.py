@@ -11,7 +11,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.reading import Jobs
 from fedgauge.simulations.live.progress import RunProgress
-from tests.simulations.live.conftest import TABLES, Clock, intake, work
+from tests.simulations.live.conftest import TABLES, intake, work
 from tests.small_runs import scores_of
 
 
@@ -48,51 +48,6 @@ def test_rows_written_during_a_reading_are_not_lost(ledger: Ledger) -> None:
         own._db.set_trace_callback(None)
         assert looks > 3
         assert [leak.n for leak in run_progress.leaks] == [10] * 6 * (3 + 2)
-
-
-def test_a_look_at_an_unchanged_ledger_reads_no_table(ledger: Ledger, clock: Clock) -> None:
-    intake(ledger, 1)
-    with Ledger(ledger.path) as own:
-        run_progress = RunProgress(own, Scenario.from_tables(TABLES), clock=clock)
-        asked: list[str] = []
-        assert run_progress.refresh()
-        own._db.set_trace_callback(asked.append)
-        assert not run_progress.refresh()
-        assert asked == [], "a second has not passed"
-        clock.now += 1
-        assert not run_progress.refresh()
-        assert asked == ["PRAGMA data_version"]
-        work(ledger, lambda: 20.0, waves=1)
-        assert not run_progress.refresh(), "news wait for the second to pass"
-        clock.now += 1
-        assert run_progress.refresh()
-        assert [leak.attack for leak in run_progress.leaks] == ["matching", "wrong_client(matching)"]
-        clock.now += 1
-        assert not run_progress.refresh()
-        run_progress.ledger.set_meta(state="trained")
-        clock.now += 1
-        assert run_progress.refresh(), "our own connection's writes are news, too"
-
-
-def test_a_look_reads_only_the_jobs_that_ended_since_and_every_query_has_its_index(ledger: Ledger) -> None:
-    for round in (1, 2, 3):
-        intake(ledger, round)
-    run_progress = RunProgress(ledger, Scenario.from_tables(TABLES))
-    work(ledger, lambda: 20.0, waves=18)
-    run_progress.refresh(force=True)
-    work(ledger, lambda: 20.0, waves=1)
-    asked: list[str] = []
-    ledger._db.set_trace_callback(asked.append)
-    run_progress.refresh(force=True)
-    ledger._db.set_trace_callback(None)
-    assert len(asked) <= 15
-    (scores,) = [q for q in asked if "FROM jobs j JOIN scores" in q]
-    assert len(ledger._db.execute(scores).fetchall()) == 2 * (2 * 2 * 2 + 1), "a wave of two clients"
-    for query in [q for q in asked if q.startswith("SELECT")]:
-        plan = [row["detail"] for row in ledger._db.execute(f"EXPLAIN QUERY PLAN {query}")]
-        tables = ("SCAN jobs", "SCAN j", "SCAN scores", "SCAN s", "SCAN observations", "SCAN rounds")
-        bare = [d for d in plan if d.startswith(tables) and "INDEX" not in d and "PRIMARY KEY" not in d]
-        assert bare == [], query
 
 
 def test_how_the_jobs_stand(ledger: Ledger) -> None:

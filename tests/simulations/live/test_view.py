@@ -12,9 +12,8 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage_of_all
 from fedgauge.server.views.strength import best_of
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.live.json_log import Events
 from fedgauge.simulations.live.progress import RunProgress
-from fedgauge.simulations.live.view import Lines, LiveLine, View, progress_line, view_of
+from fedgauge.simulations.live.view import Events, Lines, LiveLine, View, progress_line, view_of
 from tests.simulations.live.conftest import Clock, intake
 from tests.small_runs import scores_of
 

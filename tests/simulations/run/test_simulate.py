@@ -99,7 +99,7 @@ def test_an_attack_service_that_dies_is_told_with_the_end_of_its_log(
     with pytest.raises(AuditFailed) as failed:
         simulate(run, scenario, quietly(), interrupt)
     assert str(failed.value).splitlines()[0] == "the attack service died (exit status 2)"
-    assert "scenario.toml: not a readable TOML file" in str(failed.value)
+    assert "scenario.toml: Invalid value" in str(failed.value)
     assert not interrupt.asked, "nobody wanted it to stop"
 
 

@@ -71,12 +71,6 @@ def test_rounding_is_let_pass_and_nothing_more(dtype: torch.dtype, rank: int) ->
     assert factored(torch.where(unlike > 0, matrices, 0.0), rank) is None, "pruned"
 
 
-def test_a_rank_that_saves_nothing_is_left_as_it_is() -> None:
-    signal, input = products(1, 10)
-    assert factored(FactoredGradient(signal, input).form(), 10) is None
-    assert factored(FactoredGradient(signal[:, :9], input[:, :9]).form(), 9) is not None
-
-
 def test_flattening_keeps_every_entry() -> None:
     seen = {"kernel": torch.randn(4, 2, 3, 5, 5), "weight": torch.randn(4, 2, 3), "bias": torch.randn(4, 2)}
     (flat,) = flattened(seen)

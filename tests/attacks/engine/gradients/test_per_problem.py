@@ -180,7 +180,7 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.usefixtures("no_collector")
-def test_nothing_of_an_iteration_waits_for_pythons_collector(name: str) -> None:
+def test_an_iteration_leaves_no_reference_cycle(name: str) -> None:
     model = make(name)
     params, y = detached_params(model), torch.zeros(2, 1, dtype=torch.int64)
     local = local_sgd(0.1, 1 if name == "resnet20" else 2)
@@ -289,7 +289,7 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_is_not_known_is_refused_not_guessed(name: str) -> None:
+def test_unknown_layers_are_refused(name: str) -> None:
     torch.manual_seed(0)
     model = UNKNOWN[name]()
     x, y = torch.randn(2, 1, *SHAPE).requires_grad_(), torch.zeros(2, 1, dtype=torch.int64)

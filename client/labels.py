@@ -1,0 +1,260 @@
+"""The kinds of labels: one class, findings, numbers, or none. All other modules ask here and do not branch on a kind.
+
+A label is a tensor: one class (N,) int64; findings, each 0 or 1, (N, K) float; numbers (N,) or (N, K) float; for a loss that
+reads no label, any tensor.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedgauge.client.pairing import assigned
+
+STEPS = 20  # of Newton's method, which ends after one for a squared error
+SAME = 1e-3  # relative error up to which a label explains a derivative
+
+Slope = Callable[[Tensor], Tensor]  # a label of one example -> the loss's derivative by the classifier's outputs
+
+
+@dataclass(frozen=True, eq=False)
+class LabelKind:
+    """One class of several: y (B,) int64, or at an attacker probabilities (B, classes). The base of the other kinds.
+
+    Args:
+        public: labels (N, ...) of the attacker's public examples; None: unknown.
+        tried: outputs of the network for a few public examples, their labels and the network's inputs, which the loss takes;
+            None: logits (B, classes).
+    """
+
+    noun: ClassVar[str] = "one class"
+
+    public: Tensor | None = None
+    tried: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def width(self, classes: int) -> int:
+        """Count the free numbers of a label that is optimised."""
+        return classes
+
+    def relaxed(self, free: Tensor) -> Tensor:
+        """Labels of free numbers (..., width), as the loss takes them."""
+        return free.softmax(-1)
+
+    def decided(self, y: Tensor) -> Tensor:
+        """Labels that an attacker claims, from relaxed ones."""
+        return y.argmax(-1)
+
+    def trial(self, count: int, classes: int) -> Tensor:
+        """Labels (count, ...) on which a model is tried."""
+        if self.tried is None:
+            return torch.arange(count) % classes
+        return self.tried[1][torch.arange(count) % len(self.tried[1])]
+
+    def candidates(self, classes: int) -> Tensor:
+        """Labels (n, 1, ...) of one example among which the loss's derivative decides; empty: they are computed."""
+        return torch.arange(classes)[:, None]
+
+    def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
+        """The label (1, ...) of one example from the loss's derivative by the classifier's outputs; None: no label explains it.
+
+        Args:
+            seen: the observed derivative; exact: its length is known too.
+        """
+        near = [
+            torch.cosine_similarity(slope(y).detach().flatten(), seen.flatten(), 0) for y in self.candidates(classes)
+        ]
+        best = int(torch.stack(near).argmax())
+        return self.candidates(classes)[best] if float(near[best]) > 0.5 else None
+
+    def guess(self, count: int) -> Tensor | None:
+        """Labels (count, ...) guessed from public ones, to score restored labels against; None: chance is known."""
+        return None
+
+    def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
+        """Scores of a batch's restored labels in any order, by metric.
+
+        The accuracy compares multisets: repeats count. If more labels are claimed than there are, it is the share of those.
+        """
+        classes = int(max(truth.max(), guess.max())) + 1
+        common = torch.minimum(torch.bincount(truth, minlength=classes), torch.bincount(guess, minlength=classes))
+        return {"label_accuracy": float(common.sum()) / max(len(truth), len(guess))}
+
+    def right(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """The part of each example (B,) that the network's outputs predict correctly."""
+        return (outputs.argmax(1) == y).double()
+
+
+class Binary(LabelKind):
+    """One of two classes, y (B,), predicted by one output."""
+
+    def width(self, classes: int) -> int:
+        return 1
+
+    def relaxed(self, free: Tensor) -> Tensor:
+        return free[..., 0].sigmoid()
+
+    def decided(self, y: Tensor) -> Tensor:
+        return (y > 0.5).long()
+
+    def guess(self, count: int) -> Tensor | None:
+        return None if self.public is None else self.public.mode().values.expand(count)
+
+    def right(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return ((outputs.flatten(1)[:, 0] > self._middle) == (y > 0.5)).double()
+
+    @property
+    def _middle(self) -> float:
+        """The output at which a prediction turns: that of a probability or a logit."""
+        outputs = self.tried[0] if self.tried is not None else torch.zeros(1)
+        return 0.5 if bool(((outputs >= 0) & (outputs <= 1)).all()) else 0.0
+
+
+class Findings(Binary):
+    """Several findings an example, each 0 or 1: y (B, K) float."""
+
+    noun: ClassVar[str] = "findings"
+
+    def width(self, classes: int) -> int:
+        return classes
+
+    def relaxed(self, free: Tensor) -> Tensor:
+        return free.sigmoid()
+
+    def decided(self, y: Tensor) -> Tensor:
+        return (y > 0.5).float()
+
+    def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
+        y = (seen < 0).float().view(1, -1)  # of the cross-entropy: sigmoid(z) - y
+        return y if float(torch.cosine_similarity(slope(y).detach().flatten(), seen.flatten(), 0)) > 0.5 else None
+
+    def guess(self, count: int) -> Tensor | None:
+        """Return the most frequent findings, as many as give the highest F1 on the public examples."""
+        if (public := self.public) is None:
+            return None
+        shares = public.mean(0)
+        each = [(shares >= least).float() for least in shares.unique()]
+        best: Tensor = max(each, key=lambda y: _f1(public, y.expand_as(public)))
+        return best.expand(count, -1)
+
+    def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
+        return {"label_f1": _f1(*_paired(truth, guess))}
+
+    def right(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return ((outputs > self._middle) == (y > 0.5)).double().mean(1)
+
+
+class Numbers(LabelKind):
+    """Real numbers: y (B,) or (B, K) float; soft labels too."""
+
+    noun: ClassVar[str] = "numbers"
+
+    def width(self, classes: int) -> int:
+        return self._public[0].numel()
+
+    @property
+    def _public(self) -> Tensor:
+        if self.public is None:
+            raise ValueError("the target's mean and spread come from auxiliary data, and there are none")
+        return self.public
+
+    @property
+    def spread(self) -> Tensor:
+        """The target's standard deviation among the public examples."""
+        return self._public.std(0).clamp_min(torch.finfo(torch.float32).tiny)
+
+    def relaxed(self, free: Tensor) -> Tensor:
+        free = free if self._public.dim() > 1 else free[..., 0]
+        return self._public.mean(0).to(free) + self.spread.to(free) * free
+
+    def decided(self, y: Tensor) -> Tensor:
+        return y
+
+    def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
+        if not exact:
+            return None
+        y = self._public.mean(0)[None].to(seen)
+        for _ in range(STEPS):
+            by_label = torch.autograd.functional.jacobian(slope, y).reshape(seen.numel(), y.numel())
+            off = (slope(y) - seen).detach().flatten()
+            y = y - (torch.linalg.pinv(by_label) @ off).view_as(y)
+        left = (slope(y) - seen).detach()
+        if not bool(by_label.any()):  # as in the linear part of a Huber loss
+            return None
+        return y.float() if bool(left.norm() <= SAME * seen.norm()) else None
+
+    def guess(self, count: int) -> Tensor | None:
+        return self._public.mean(0).expand(count, *self._public.shape[1:])
+
+    def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
+        truth, guess = _paired(truth / self.spread, guess / self.spread)
+        return {"label_error": float((truth - guess).square().mean().sqrt())}
+
+    def right(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Each example's part of R2, the explained share of the variance."""
+        off = (outputs.view_as(y) - y).square().flatten(1 if y.dim() > 1 else 0)
+        error = off.mean(1) if off.dim() > 1 else off
+        return 1 - (error / self.spread.square().mean()).double()
+
+
+class NoLabel(LabelKind):
+    """The loss reads no label, such as that of an autoencoder."""
+
+    noun: ClassVar[str] = "no label"
+
+    def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
+        return self.trial(1, classes)
+
+    def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
+        return {}
+
+    def right(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return torch.zeros(len(y), dtype=torch.float64)
+
+
+def label_kind(public: Tensor, outputs: Tensor, reads_labels: bool) -> type[LabelKind]:
+    """Return the kind of labels (N, ...) that a loss compares with a network's outputs."""
+    if not reads_labels:
+        return NoLabel
+    if not public.is_floating_point():
+        return Binary if public.dim() == 1 and outputs[0].numel() == 1 else LabelKind
+    return Findings if public.dim() == 2 and bool(((public == 0) | (public == 1)).all()) else Numbers
+
+
+def check_labels(y: Tensor, classes: int) -> None:
+    """Check the labels of findings or numbers; ValueError names the fault."""
+    if y.dim() > 2 or (y.shape[1] if y.dim() == 2 else 1) != classes:
+        raise ValueError(f"labels of shape {tuple(y.shape)} should be (N, {classes}), as classes = {classes} says")
+    if not bool(y.isfinite().all()):
+        raise ValueError("some labels are NaN or infinite: leave such examples out")
+    if bool((y == y[:1]).all()):
+        raise ValueError("all labels have one value: there is nothing to learn")
+
+
+def ordered(y: Tensor) -> Tensor:
+    """Labels (B, ...) sorted, so that their order carries no information."""
+    return y.sort().values if y.dim() == 1 else y[sorted(range(len(y)), key=lambda i: y[i].tolist())]
+
+
+def written(y: Tensor) -> int | str:
+    """One example's label: the number of its class, or its findings or numbers as text."""
+    return " ".join(f"{v:.3g}" for v in y.flatten().tolist()) if y.is_floating_point() else int(y)
+
+
+def _paired(truth: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
+    """Pair labels one to one at the least total difference."""
+    if len(truth) > len(guess):
+        return _paired(guess, truth)[::-1]
+    off = (
+        (truth[:, None] - guess[None]).double().flatten(2)
+        if truth.dim() > 1
+        else truth[:, None, None] - guess[None, :, None]
+    )
+    return truth, guess[assigned(off.abs().sum(2))]
+
+
+def _f1(truth: Tensor, guess: Tensor) -> float:
+    """Return the F1 over all findings of a batch; 1 if it has none and none is claimed."""
+    hits, both = float((truth * guess).sum()), float(truth.sum() + guess.sum())
+    return 2 * hits / both if both else 1.0
