@@ -150,7 +150,7 @@ def reached(deployment: Deployment, round: int) -> Callable[[], bool]:
 
 @pytest.mark.full
 def test_one_run_through_many_faults_ends_complete(deployment: Deployment) -> None:
-    """A client and the attack service are killed, then the SuperLink, whose death fails the run; the next start continues it."""
+    """A client and the attack service are killed, then the SuperLink, which returns with its database."""
     first = begin_up(deployment)
     try:
         wait_for(reached(deployment, 1), 600, "the first round")
@@ -160,21 +160,12 @@ def test_one_run_through_many_faults_ends_complete(deployment: Deployment) -> No
         wait_for(reached(deployment, 2), 600, "the round whose client died")
         wait_for(lambda: pid_of(deployment, "supernode-1") != victim, 60, "the client to be started again")
         os.killpg(pid_of(deployment, "superlink"), signal.SIGKILL)
-        _, said = first.communicate(timeout=300)
+        _, said = first.communicate(timeout=600)
     finally:
         first.kill()
-    assert first.returncode == 1 and "the SuperLink died" in said, said
+    assert first.returncode == 0, said
     assert processes.marked(json.loads((deployment.folder / "up.json").read_text())["mark"]) == []
     (run,) = deployment.runs()
-    with run.ledger(readonly=True) as ledger:
-        assert ledger.meta()["state"] == "failed" and 2 <= ledger.last_round() < 4
-    second = begin_up(deployment)
-    try:
-        _, said = second.communicate(timeout=900)
-    finally:
-        second.kill()
-    assert second.returncode == 0, said
-    assert f"{run.name} continues where it stopped" in said and deployment.runs() == [run]
     complete(run, rounds=4, clients=3)
 
 
