@@ -26,7 +26,7 @@ from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.environment import environment
 
-ATTACKS: list[dict[str, Any]] = [{"use": "dlg", "iterations": 2, "trace": 2}, {"use": "analytic"}]
+ATTACKS: list[dict[str, Any]] = [{"use": "dlg", "iterations": 2}, {"use": "analytic"}]
 DATA = {"use": "mnist5k", "batch_size": 2, "auxiliary": 64}
 
 
