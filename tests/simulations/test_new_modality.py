@@ -145,6 +145,7 @@ def test_doctor_and_preflight_say_what_the_examples_are(run: Run) -> None:
     assert not any("image" in words for words in found)
 
 
+@pytest.mark.usefixtures("run")
 def test_a_reconstruction_of_another_shape_is_refused_in_a_sentence() -> None:
     """This attack returns one number, whatever the batch."""
     two = {**TABLES, "data": {**TABLES["data"], "batch_size": 2}}
