@@ -1,19 +1,17 @@
 #!/usr/bin/env bash
 # The containers of docs/deploy.md, built and run for real, with faults: on Debian 12 or 13, as root, with apt and pip's index in reach.
 #   tests/load/containers.sh [CHECKOUT]   status 0: all held; 1: something failed; 77: cannot be done here
-# It needs no image registry: the base image is made by debootstrap. TORCH_INDEX: the build argument, if it is set; pip's settings of this
-# machine (/etc/pip.conf, its CA, PIP_FIND_LINKS) go into the base image, never into the product's Dockerfile.
+# It needs no image registry: the base image is made by debootstrap. Settings: TORCH_INDEX, the Dockerfile's build argument; WHEELS, a folder
+# of wheels for pip in the image, where an index is out of reach; MIRROR, Debian's; WORK, a folder for everything; KEEP=1 leaves it.
 # About 5 minutes on two cores, 6 GB of disk in $WORK. It ends what it started, and removes what it made, but for apt's packages.
 set -euo pipefail
 checkout=$(realpath "${1:-$(dirname "$0")/../..}")
-WORK=${WORK:-$(mktemp -d /var/tmp/fedgauge-containers.XXXX)}
+WORK=${WORK:-$(mktemp -d)}
 mkdir -p "$WORK"
 skip() { echo "skipped: $*"; exit 77; }
 say() { echo "[$(date +%T)] $*"; }
 [ "$(id -u)" = 0 ] || skip "not root"
 command -v apt-get > /dev/null || skip "no apt"
-TORCH_INDEX=${TORCH_INDEX:-$(python3 -c 'from pip._internal.models.index import PyPI; print(PyPI.simple_url)')} # the machine's default index: torch's own may be out of reach
-LOCAL_WHEELS=${LOCAL_WHEELS:-$( (python3 -m pip config get global.find-links; python3 -m pip config get global.extra-index-url) 2> /dev/null | tr " " "\n" | sed -n "s#^file://##; s#/simple\$#/files#; /^\//p" | tr "\n" " ")}
 mirror=${MIRROR:-http://deb.debian.org/debian}
 grep -q overlay /proc/filesystems || skip "no overlayfs"
 
@@ -27,8 +25,8 @@ if ! docker compose version > /dev/null 2>&1; then
   echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main" > list
   printf 'Dir::Etc::sourcelist "%s/list"; Dir::Etc::sourceparts "-"; Dir::State::lists "%s/lists"; Dir::Cache "%s/cache";\n' "$PWD" "$PWD" "$PWD" > conf
   (export APT_CONFIG=$PWD/conf; apt-get update -qq && apt-get download docker-compose docker-buildx) > /dev/null 2>&1 || skip "no compose 2"
-  for deb in *.deb; do dpkg -x "$deb" root; done
-  ln -s "$PWD"/root/usr/libexec/docker/cli-plugins/* "$DOCKER_CONFIG/cli-plugins/"
+  for deb in *.deb; do dpkg -x "$deb" unpacked; done
+  ln -s "$PWD"/unpacked/usr/libexec/docker/cli-plugins/* "$DOCKER_CONFIG/cli-plugins/"
 fi
 
 # ---- an engine of its own
@@ -58,17 +56,16 @@ say "debootstrap $base"
 debootstrap --variant=minbase --include=ca-certificates,netbase,tzdata,python3.11,python3.11-venv,python3-distutils bookworm "$WORK/base" $mirror > "$WORK/debootstrap.log" 2>&1 || { tail "$WORK/debootstrap.log"; exit 1; }
 chroot "$WORK/base" python3.11 -m venv /usr/local # python and pip on PATH, where the true image has them
 [ ! -e /etc/ssl/certs/ca-certificates.crt ] || cp /etc/ssl/certs/ca-certificates.crt "$WORK/base/etc/ssl/certs/"
-{ echo "[global]"; echo "cert = /etc/ssl/certs/ca-certificates.crt"; echo "find-links = /opt/wheels"; } > "$WORK/base/etc/pip.conf"
-mkdir -p "$WORK/base/opt/wheels"
-for w in ${PIP_FIND_LINKS:-} ${LOCAL_WHEELS:-}; do cp "$w"/torch-2.13*.whl "$w"/torchvision-0.28.0*.whl "$WORK/base/opt/wheels/" 2> /dev/null || true; done
+[ -z "${WHEELS:-}" ] || cp -r "$WHEELS" "$WORK/base/wheels"
 tar -C "$WORK/base" --exclude=./var/cache/apt/archives/*.deb -c . |
-  docker import -c 'ENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin' -c 'ENV LANG=C.UTF-8' - "$base" > /dev/null
+  docker import -c 'ENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin' -c 'ENV LANG=C.UTF-8' \
+    -c 'ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_FIND_LINKS=/wheels' - "$base" > /dev/null
 rm -rf "$WORK/base"
 
 # ---- build, init, up, wait: the commands of docs/deploy.md
 git clone -q "$checkout" "$WORK/checkout" && cd "$WORK/checkout"
 say "docker build"
-docker build --network host --build-arg TORCH_INDEX="$TORCH_INDEX" -t fedgauge:0.1.0 . > "$WORK/build.log" 2>&1 || { tail -20 "$WORK/build.log"; exit 1; }
+docker build --network host ${TORCH_INDEX:+--build-arg TORCH_INDEX="$TORCH_INDEX"} -t fedgauge:0.1.0 . > "$WORK/build.log" 2>&1 || { tail -20 "$WORK/build.log"; exit 1; }
 docker images --format '{{.Repository}}:{{.Tag}} {{.Size}}'
 fg() { docker run --rm --network none --read-only --tmpfs /tmp -v "$PWD:/here" -w /here --user "$(stat -c %u:%g "$folder" 2> /dev/null || echo 0:0)" fedgauge:0.1.0 fedgauge "$@"; }
 docker run --rm --network none -v "$PWD:/here" -w /here --user "$(id -u):$(id -g)" fedgauge:0.1.0 fedgauge deploy init federation --clients 3 --grading scores
