@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.computation import InputLayer, called, dense_input_layer
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.exact.closed_form import EachByItself, Reader
 from fedgauge.attacks.exact.dictionary import SparseMixture
 from fedgauge.client.update import Batch, Params, norm, relative_error

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.layer_inputs import layer_inputs
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import targets

@@ -19,7 +19,7 @@ import torch
 from torch import Generator
 
 from fedgauge.attacks.base import Budget, Stream
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
 from fedgauge.attacks.text.last_words import complete_sentences
 from fedgauge.attacks.text.layer_inputs import first_inputs

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Stream
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, noise_of
 from fedgauge.attacks.text.last_words import labelled
 from fedgauge.client.update import Batch

@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier
 from fedgauge.attacks.text.layer_inputs import CHUNK, layer_inputs
 from fedgauge.attacks.text.spans import LOOSEST, Spans

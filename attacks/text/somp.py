@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Stream
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs, logits_along
 from fedgauge.attacks.text.sentence_assembly import Ids

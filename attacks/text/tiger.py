@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Stream
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.optimizers import adam
-from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, noise_of
 from fedgauge.attacks.text.last_words import labelled
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
@@ -204,7 +204,7 @@ class _WordSearch:
         """The words (B, L) at the end of a descent from a random start, and the mixtures' logits (B, L, K)."""
         shape = (len(self.mask), *self.prior.shape)
         logits = (self.prior + START * torch.randn(shape, generator=rng)).to(self.table)
-        optimizer, (first, second) = adam(self.attack.rate), logits.new_zeros(2, 1, *shape)
+        optimizer, (first, second) = adam(self.attack.rate), logits.new_zeros(2, *shape)
         rows, frame = self.table[self.candidates], self.table[self.ids]
         free, mask = self.free.to(self.table.device), self.mask.to(self.table.device)
         for done in range(iterations):
@@ -217,7 +217,7 @@ class _WordSearch:
                 value = self._distance([x[mask] for x in inputs])
                 (slope,) = torch.autograd.grad(value, logits)
             logits = logits.detach()
-            optimizer.step(logits[None], slope.nan_to_num()[None], (first, second), [done], iterations)
+            optimizer.step(logits, slope.nan_to_num(), (first, second), done, iterations)
             self.spent += 1
         return self._words(logits.cpu()), logits.cpu()
 

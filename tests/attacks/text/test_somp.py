@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier, Unreadable
 from fedgauge.attacks.text.dager import dager
 from fedgauge.attacks.text.sentence_assembly import Ids
