@@ -192,6 +192,13 @@ class Knowledge:
             moved = replace(moved, text=replace(self.text, lengths=_moved(self.text.lengths, device)))
         return moved
 
+    def alone(self, k: int) -> "Knowledge":
+        """The same of only the k-th observation: its labels and lengths, if they are given."""
+        own, labels = self.text, None if self.labels is None else self.labels[k : k + 1]
+        if own is not None and own.lengths is not None:
+            own = replace(own, lengths=own.lengths[k : k + 1])
+        return replace(self, labels=labels, text=own)
+
     @property
     def scale(self) -> float:
         """Learning rate times local steps: update ~ -scale * gradient."""

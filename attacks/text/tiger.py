@@ -16,8 +16,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.optimizers import adam
-from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, noise_of
-from fedgauge.attacks.text.last_words import labelled
+from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, labelled, noise_of
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
 from fedgauge.attacks.text.sentence_layout import framed_places, lengths_of
 from fedgauge.client.components import check_above_zero, check_at_least
@@ -170,7 +169,7 @@ class _WordSearch:
         """Return masks of tokens and of free words (B, L), and the ids (B, L) of start, end and padding."""
         model, known = self.model, self.verifier.known
         first, last, size = len(model.start), len(model.end), known.batch_size
-        lengths = lengths_of(self.verifier.wave, known)[self.verifier.k]
+        lengths = lengths_of(self.verifier.wave, known)[0]
         assert known.text is not None
         if last and known.text.lengths is None:
             ends = fit[model.end[-1], : int(lengths.max())].clone()
