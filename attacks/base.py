@@ -21,6 +21,7 @@ from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Loss, Params, Transform, Update, UpdateFn, average
 
 Stream = Callable[..., Generator]  # stream("start", restart): a separate generator for each purpose of one observation
+Streams = Sequence[Stream]  # one for each observation of a wave, in order
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
 ClientState = Mapping[str, Tensor]  # an attack's memory of one client between rounds, stored on disk
 
@@ -359,9 +360,7 @@ class Attack(ABC):
         return False
 
     @abstractmethod
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         """One reconstruction for each observation of the wave, in order.
 
         Args:
@@ -373,7 +372,7 @@ class Attack(ABC):
         return {}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         """`reconstruct`, and each client's new state; see StatefulAttack."""
         return self.reconstruct(wave, known, budget, streams), list(memories)
@@ -393,7 +392,7 @@ class StatefulAttack(Attack):
 
     @abstractmethod
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         """One reconstruction for each observation of the wave, and the new state of its client, in order.
 
@@ -401,9 +400,7 @@ class StatefulAttack(Attack):
             memories: each client's state after the attack on its last observation; read only.
         """
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         return self.advance(wave, known, budget, streams, [self.initial() for _ in wave.clients])[0]
 
 
