@@ -138,7 +138,12 @@ def on_grid(x: Tensor) -> Tensor:
 
 
 def snap_to_grid(x: Tensor) -> Tensor:
-    """Images rounded to the grid, bit for bit as a file holds them."""
+    """Images rounded to the grid, bit for bit as a file holds them.
+
+    Example:
+        >>> snap_to_grid(torch.tensor([0.1999]))  # 51 / 255
+        tensor([0.2000])
+    """
     return (255 * x.double()).round().float() / 255
 
 

@@ -276,7 +276,12 @@ def _text(
 
 
 def targets(x: Tensor, pad: int) -> Tensor:
-    """The labels of next_token: the words themselves (N, L), -100 on padding."""
+    """The labels of next_token: the words themselves (N, L), -100 on padding.
+
+    Example:
+        >>> targets(torch.tensor([[5, 6, 0]]), pad=0)
+        tensor([[   5,    6, -100]])
+    """
     return torch.where(x == pad, IGNORED, x)
 
 
