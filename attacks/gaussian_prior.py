@@ -166,12 +166,7 @@ def public_priors(shards: Shards) -> tuple[ClassPrior, ...]:
 
 
 def class_means(images: Batch, classes: Tensor) -> Tensor:
-    """(len(classes), ...) the mean image of each class; of one without images, the mean of all.
-
-    Example:
-        >>> class_means(Batch(torch.tensor([[0.0], [1.0], [5.0]]), torch.tensor([3, 3, 7])), torch.tensor([3, 7])).flatten()
-        tensor([0.5000, 5.0000])
-    """
+    """(len(classes), ...) the mean image of each class; of one without images, the mean of all."""
     if images.y.is_floating_point():
         raise ValueError("the labels are not classes, so there is no mean image of each class")
     of_class = [images.x[images.y == c] for c in classes]

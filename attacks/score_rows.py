@@ -32,12 +32,7 @@ def wrong_client(attack: str) -> str:
 
 
 def attack_of(name: str) -> str:
-    """Return the attack that made the reconstruction graded under a name: itself, or that of a wrong_client.
-
-    Example:
-        >>> attack_of("wrong_client(dlg)"), attack_of("dlg")
-        ('dlg', 'dlg')
-    """
+    """Return the attack that made the reconstruction graded under a name: itself, or that of a wrong_client."""
     return name.removeprefix(WRONG_CLIENT).removesuffix(")") if name.startswith(WRONG_CLIENT) else name
 
 

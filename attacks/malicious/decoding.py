@@ -138,12 +138,7 @@ def on_grid(x: Tensor) -> Tensor:
 
 
 def snap_to_grid(x: Tensor) -> Tensor:
-    """Images rounded to the grid, bit for bit as a file holds them.
-
-    Example:
-        >>> snap_to_grid(torch.tensor([0.1999]))  # 51 / 255
-        tensor([0.2000])
-    """
+    """Images rounded to the grid, bit for bit as a file holds them."""
     return (255 * x.double()).round().float() / 255
 
 

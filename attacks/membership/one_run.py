@@ -91,12 +91,7 @@ def least_epsilon(guesses: int, right: int, canaries: int, delta: float, error: 
 
 
 def chance(guesses: int, right: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Bound the probability that so many guesses are right where (epsilon, delta)-differential privacy holds.
-
-    Example:
-        >>> round(chance(guesses=2, right=2, canaries=2, epsilon=0.0, delta=0.0), 6)  # two fair coins
-        0.25
-    """
+    """Bound the probability that so many guesses are right where (epsilon, delta)-differential privacy holds."""
     counts, of = torch.arange(guesses + 1, dtype=torch.float64), torch.tensor(float(guesses), dtype=torch.float64)
     ways = torch.lgamma(of + 1) - torch.lgamma(counts + 1) - torch.lgamma(of - counts + 1)
     lie = -torch.nn.functional.softplus(torch.tensor(epsilon, dtype=torch.float64))  # log of 1 / (e^epsilon + 1)

@@ -276,12 +276,7 @@ def _text(
 
 
 def targets(x: Tensor, pad: int) -> Tensor:
-    """The labels of next_token: the words themselves (N, L), -100 on padding.
-
-    Example:
-        >>> targets(torch.tensor([[5, 6, 0]]), pad=0)
-        tensor([[   5,    6, -100]])
-    """
+    """The labels of next_token: the words themselves (N, L), -100 on padding."""
     return torch.where(x == pad, IGNORED, x)
 
 

@@ -76,12 +76,7 @@ class Tokenizer:
 def framed(
     sentences: Sequence[Sequence[int]], length: int, pad: int, start: Sequence[int] = (), end: Sequence[int] = ()
 ) -> Tensor:
-    """Sentences (N, length) int64 between start and end, padded on the right; longer ones are cut before end.
-
-    Example:
-        >>> framed([[7, 8, 9]], length=4, pad=0, start=[1], end=[2])
-        tensor([[1, 7, 8, 2]])
-    """
+    """Sentences (N, length) int64 between start and end, padded on the right; longer ones are cut before end."""
     room = length - len(start) - len(end)
     rows = [[*start, *ids[:room], *end] for ids in sentences]
     return torch.tensor([row + [pad] * (length - len(row)) for row in rows], dtype=torch.int64).view(-1, length)

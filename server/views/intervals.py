@@ -95,12 +95,7 @@ def guessed_labels(shares: Sequence[float], size: int) -> float:
 
 
 def luck_bound(rate: float, expected: float, n: float) -> float:
-    """Bound the probability that n independent trials of mean `expected` reach a rate (Hoeffding, 1963).
-
-    Example:
-        >>> round(luck_bound(rate=1.0, expected=0.5, n=10) * 2**10, 6)
-        1.0
-    """
+    """Bound the probability that n independent trials of mean `expected` reach a rate (Hoeffding, 1963)."""
     if rate <= expected:
         return 1.0
     missed = (1 - rate) * log((1 - rate) / (1 - expected)) if rate < 1 else 0.0
@@ -113,9 +108,5 @@ def luck_of_hits(own: int, missed: int, rivals: int) -> float:
     Args:
         own: number of examples that only it hits.
         missed: number of examples that only rivals hit.
-
-    Example:
-        >>> round(luck_of_hits(own=5, missed=0, rivals=1), 5)  # 2^-5
-        0.03125
     """
     return float(bdtrc(own - 1, own + missed, 1 / (rivals + 1))) if own else 1.0
