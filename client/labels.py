@@ -76,6 +76,10 @@ class LabelKind:
         """Scores of a batch's restored labels in any order, by metric.
 
         The accuracy compares multisets: repeats count. If more labels are claimed than there are, it is the share of those.
+
+        Example:
+            >>> LabelKind().scores(truth=torch.tensor([3, 3, 5, 7]), guess=torch.tensor([5, 3, 4, 4]))
+            {'label_accuracy': 0.5}
         """
         classes = int(max(truth.max(), guess.max())) + 1
         common = torch.minimum(torch.bincount(truth, minlength=classes), torch.bincount(guess, minlength=classes))
