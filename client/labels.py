@@ -31,6 +31,9 @@ class LabelKind:
     """
 
     noun: ClassVar[str] = "one class"
+    metric: ClassVar[str] = "label_accuracy"  # of restored labels
+    restored: ClassVar[str] = "{} of the labels are restored by {}"  # with a value of the metric and an attack's name
+    utility: ClassVar[str] = "accuracy"  # of the trained network
 
     public: Tensor | None = None
     tried: tuple[Tensor, Tensor, Tensor] | None = None
@@ -80,7 +83,7 @@ class LabelKind:
         """
         classes = int(max(truth.max(), guess.max())) + 1
         common = torch.minimum(torch.bincount(truth, minlength=classes), torch.bincount(guess, minlength=classes))
-        return {"label_accuracy": float(common.sum()) / max(len(truth), len(guess))}
+        return {self.metric: float(common.sum()) / max(len(truth), len(guess))}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The part of each example (B,) that the network's outputs predict correctly."""
@@ -116,6 +119,8 @@ class Findings(Binary):
     """Several findings an example, each 0 or 1: y (B, K) float."""
 
     noun: ClassVar[str] = "findings"
+    metric: ClassVar[str] = "label_f1"
+    restored: ClassVar[str] = "the findings are restored with an F1 of {} by {}"
 
     def width(self, classes: int) -> int:
         return classes
@@ -143,7 +148,7 @@ class Findings(Binary):
         return best.expand(count, -1)
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
-        return {"label_f1": _f1(*_paired(truth, guess))}
+        return {self.metric: _f1(*_paired(truth, guess))}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         return ((outputs > self._middle) == (y > 0.5)).double().mean(1)
@@ -153,6 +158,9 @@ class Numbers(LabelKind):
     """Real numbers: y (B,) or (B, K) float; soft labels too."""
 
     noun: ClassVar[str] = "numbers"
+    metric: ClassVar[str] = "label_error"
+    restored: ClassVar[str] = "the labels are restored to {} standard deviations by {}"
+    utility: ClassVar[str] = "R2"
 
     def width(self, classes: int) -> int:
         return self._public[0].numel()
@@ -198,7 +206,7 @@ class Numbers(LabelKind):
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
         truth, guess = _paired(truth / self.spread, guess / self.spread)
-        return {"label_error": float((truth - guess).square().mean().sqrt())}
+        return {self.metric: float((truth - guess).square().mean().sqrt())}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Each example's part of R2, the explained share of the variance."""
@@ -219,7 +227,10 @@ class NoLabel(LabelKind):
         return {}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return torch.zeros(len(y), dtype=torch.float64)
+        return torch.full((len(y),), torch.nan, dtype=torch.float64)
+
+
+SCORED: Mapping[str, type[LabelKind]] = {kind.metric: kind for kind in (LabelKind, Findings, Numbers)}
 
 
 def label_kind(public: Tensor, outputs: Tensor, reads_labels: bool) -> type[LabelKind]:

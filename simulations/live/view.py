@@ -179,7 +179,7 @@ def progress_line(s: RunProgress) -> str:
     """Write the state of a run on one line."""
     jobs, parts = s.jobs, [f"round {s.round}/{s.scenario.protocol.rounds}"] if s.training else []
     if s.training and (accuracy := final_accuracy(s.rounds)) is not None:
-        parts.append(f"accuracy {accuracy:.1%}")
+        parts.append(f"{s.scenario.federation.label_kind.utility} {accuracy:.1%}")
     parts += work_words(jobs)
     if s.plan_coverage.words and not jobs.left:
         parts.append(s.plan_coverage.words)

@@ -31,7 +31,7 @@ from fedgauge.client.protocol import Protocol
 from fedgauge.server.views.intervals import clustered_interval
 
 HERE = "tests.zoo.labels"
-FINDINGS, CLIENTS, CAP = 5, 16, 60.0
+FINDINGS, CLIENTS, CAP = 5, 8, 60.0
 INVERTING = {"use": "inverting_gradients", "iterations": 1000}
 
 
@@ -109,20 +109,20 @@ def rows() -> list[Row]:
     images, one = {"use": f"{HERE}:quarters"}, {"use": f"{HERE}:quarters", "one_class": True}
     guess = {"use": "mean_image"}
     exact = [
-        {"use": "spear", "iterations": 400},
+        {"use": "spear", "iterations": 100},
         {"use": "tableak", "iterations": 300, "restarts": 10},
         {"use": "mode_row"},
     ]
     logit, numbers = {"use": f"{HERE}:narrow", "outputs": 1}, {"use": f"{HERE}:savings"}
     two = {"use": "mlp", "hidden": [100, 100]}
     auto = {"use": f"{HERE}:Autoencoder"}
-    read = [{"use": "analytic"}, {"use": "spear", "iterations": 400}, guess]
+    read = [{"use": "analytic"}, {"use": "spear", "iterations": 100}, guess]
     return [
         Row("findings", images, lenet, bce, [INVERTING, guess], (1, 4)),
         Row("one class", one, lenet, ce, [INVERTING, guess], (1, 4)),
-        Row("one logit", {"use": "census"}, logit, bce, exact, (1, 8), clients=32),
-        Row("two logits", {"use": "census"}, two, ce, exact, (1, 8), clients=32),
-        Row("number", numbers, logit, {"use": "mean_squared_error"}, [{"use": "analytic"}, *exact], (1, 8), rate=1e-3, clients=8),
+        Row("one logit", {"use": "census"}, logit, bce, exact, (1, 8), clients=16),
+        Row("two logits", {"use": "census"}, two, ce, exact, (1, 8), clients=16),
+        Row("number", numbers, logit, {"use": "mean_squared_error"}, [{"use": "analytic"}, *exact], (1, 8), rate=1e-3),
         Row("autoencoder", {"use": "mnist5k"}, auto, {"use": f"{HERE}:reconstruction"}, read, (1, 8)),
     ]
 
