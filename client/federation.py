@@ -360,7 +360,7 @@ class Federation:
     def evaluate(self, params: Params, most: int | None = None, chunk: int = 500) -> tuple[float, float]:
         """Accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
 
-        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; 0 without labels.
+        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; NaN without labels.
 
         Args:
             most: evaluate only so many test examples; default: all.
