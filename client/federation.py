@@ -90,6 +90,7 @@ class Federation:
             raise SpecError(f"[data]: {table['use']}: {type(error).__name__}: {error}") from error
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
         shards: Shards = call_checked(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
+        shards = replace(shards, dataset=dataset.in_units_of(shards.auxiliary))
         if each := self.protocol.canary_examples:
             planted = {"clients": self.protocol.canary_clients, "each": each, "coins": self.protocol.coins}
             shards = call(with_canary_examples, {"shards": shards, **planted}, "[canaries]")
