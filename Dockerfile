@@ -34,6 +34,8 @@ COPY server ./server
 COPY simulations ./simulations
 RUN pip install --no-deps . && pip check && rm -rf /app
 
+# the newest format of a deployment's folder that it reads
+LABEL fedgauge.format=1
 WORKDIR /deployment
 USER 10001:10001
 CMD ["fedgauge", "--help"]
