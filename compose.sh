@@ -9,7 +9,7 @@ compose() { docker compose --project-directory "$folder" -f "$here/docker-compos
 refuse() { echo "compose.sh: $*" >&2; exit 2; }
 setting() { # the shell's, the folder's, or the default
   eval "value=\${$1-}"
-  [ -n "$value" ] || value=$(sed -n "s/^$1=//p" "$folder/.env")
+  [ -n "$value" ] || value=$(sed -n "s/^$1=//p" "$folder/.env" | tail -n 1 | tr -d '"')
   echo "${value:-$2}"
 }
 listens() { # a process of this machine, on any address

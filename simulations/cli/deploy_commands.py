@@ -113,7 +113,9 @@ def register(options: argparse.Namespace) -> int:
     from fedgauge.simulations.deploy.folder import Deployment
     from fedgauge.simulations.deploy.train import register as make_known
 
-    make_known(Deployment.open(options.folder), options.superlink)
+    deployment = Deployment.open(options.folder)
+    tell(f"registering {deployment.clients} clients' keys; waiting for the SuperLink {options.superlink}")
+    make_known(deployment, options.superlink)
     return 0
 
 
@@ -123,8 +125,13 @@ def start(options: argparse.Namespace) -> int:
     from fedgauge.simulations.deploy.train import start as train
     from fedgauge.simulations.run.simulate import Interrupt
 
+    deployment = Deployment.open(options.folder)
+    tell(
+        f"training {options.name}; waiting for the SuperLink {options.superlink}, {deployment.clients} clients, and then "
+        "for the attack service"
+    )
     with Interrupt().caught() as interrupt:
-        return train(Deployment.open(options.folder), options.superlink, options.name, interrupt)
+        return train(deployment, options.superlink, options.name, interrupt)
 
 
 def down(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedgauge.simulations.deploy.folder import FORMAT, Deployment
+from fedgauge.simulations.run.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 # an engine that answers what a test lets it answer; the real one is tried by tests/load/containers.sh
@@ -24,23 +26,20 @@ esac
 """
 
 
+@pytest.fixture(scope="module")
+def created(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Deployment.create(tmp_path_factory.mktemp("created") / "federation", 2).folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, created: Path) -> Path:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "docker").write_text(ENGINE)
     (tmp_path / "bin" / "docker").chmod(0o755)
-    deployment = Deployment.create(tmp_path / "federation", 2)
-    ports = [free_port(), free_port()]
-    with (deployment.folder / ".env").open("a") as settings:
-        settings.write(f"FEDGAUGE_PORT={ports[0]}\nFEDGAUGE_VIEW_PORT={ports[1]}\n")
-    return deployment.folder
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+    folder = Path(shutil.copytree(created, tmp_path / "federation"))
+    with (folder / ".env").open("a") as settings:
+        settings.write(f"FEDGAUGE_UID={os.getuid()}\nFEDGAUGE_PORT={free_port()}\nFEDGAUGE_VIEW_PORT={free_port()}\n")
+    return folder
 
 
 def call(folder: Path, *words: str, **engine: str) -> tuple[int, str, list[str]]:
@@ -73,7 +72,7 @@ def test_it_passes_every_other_command_on_unchecked(folder: Path) -> None:
 
 
 def test_services_elsewhere_are_not_started_and_their_keys_not_needed(folder: Path) -> None:
-    set_in(folder, "FEDGAUGE_ELSEWHERE", "supernode-1 attack")
+    set_in(folder, "FEDGAUGE_ELSEWHERE", '"supernode-1 attack"')
     (folder / "keys" / "client-1").unlink()
     status, said, asked = call(folder, "up", "--detach")
     assert (status, said) == (0, "")
