@@ -38,4 +38,6 @@ RUN pip install --no-deps . && pip check && rm -rf /app
 LABEL fedgauge.format=1
 WORKDIR /deployment
 USER 10001:10001
+# the log of each of docker-compose.yml's containers begins with what it waits for
+ENTRYPOINT ["/bin/sh", "-c", "[ -z \"$WAITS_FOR\" ] || echo \"fedgauge: waiting for $WAITS_FOR\"; exec \"$@\"", "--"]
 CMD ["fedgauge", "--help"]

@@ -73,7 +73,7 @@ def init(options: argparse.Namespace) -> int:
     folder = deployment.folder
     print(f"{folder}: {options.clients} clients; start it with: fedgauge deploy up {folder} --local")
     token = (folder / "secrets" / "dashboard").read_text()
-    print(f"or in containers (docs/deploy.md); the page is then http://127.0.0.1:8765/?token={token}")
+    print(f"or in containers: ./compose.sh {folder} up --detach; the page is then http://127.0.0.1:8765/?token={token}")
     if packages := [*options.allow, *options.allow_too]:
         files = f"{folder}/clients/*/client.toml"
         print(f"each owner must allow your packages: write allow = {json.dumps(packages)} into {files}")
@@ -113,9 +113,7 @@ def register(options: argparse.Namespace) -> int:
     from fedgauge.simulations.deploy.folder import Deployment
     from fedgauge.simulations.deploy.train import register as make_known
 
-    deployment = Deployment.open(options.folder)
-    tell(f"registering {deployment.clients} clients' keys; waiting for the SuperLink {options.superlink}")
-    make_known(deployment, options.superlink)
+    make_known(Deployment.open(options.folder), options.superlink)
     return 0
 
 
@@ -125,13 +123,8 @@ def start(options: argparse.Namespace) -> int:
     from fedgauge.simulations.deploy.train import start as train
     from fedgauge.simulations.run.simulate import Interrupt
 
-    deployment = Deployment.open(options.folder)
-    tell(
-        f"training {options.name}; waiting for the SuperLink {options.superlink}, {deployment.clients} clients, and then "
-        "for the attack service"
-    )
     with Interrupt().caught() as interrupt:
-        return train(deployment, options.superlink, options.name, interrupt)
+        return train(Deployment.open(options.folder), options.superlink, options.name, interrupt)
 
 
 def down(options: argparse.Namespace) -> int:

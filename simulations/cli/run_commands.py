@@ -170,8 +170,6 @@ def _attack(options: argparse.Namespace, run: Run, ledger: Ledger, scenario: Sce
     from fedgauge.server.pool.service import make_executor, serve
     from fedgauge.simulations.run.simulate import Interrupt
 
-    if options.follow:
-        tell(f"waiting for {os.environ.get('RAY_ADDRESS', 'Ray on this machine')}, then for updates of {run.name}")
     following = view_of(run, ledger, scenario, console, options.log, training=options.follow)
     # before our own signal handlers: Ray sets a SIGTERM handler when it starts
     executor = make_executor(scenario.audit)

@@ -224,6 +224,7 @@ def container(client: int) -> Mapping[str, Any]:
     return {
         **HARDENED,
         "command": list(supernode(Addresses(), client)),
+        "environment": {"WAITS_FOR": "the SuperLink, then its rounds"},
         "restart": "unless-stopped",
         "depends_on": {"register": {"condition": "service_completed_successfully"}},
         "networks": ["federation"],

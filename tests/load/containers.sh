@@ -145,6 +145,14 @@ P
 SECONDS=0
 page "docker build" > "$WORK/build.log" 2>&1 || { tail -20 "$WORK/build.log"; exit 1; }
 say "built in $SECONDS s: $(docker images --format '{{.Size}}' fedgauge:0.1.0)"
+layers() { docker image inspect -f '{{join .RootFS.Layers "\n"}}' "$1" | sort; }
+echo "# changed" >> client/__init__.py
+docker build --quiet -t changed . > /dev/null && git checkout --quiet client
+size=$(docker history --human=false --no-trunc --format '{{.Size}} {{.CreatedBy}}' changed |
+  awk '/-r requirements.txt/ { exit } { bytes += $1 } END { printf "%d", bytes / 1e6 }') # above the dependencies' layer
+new=$(comm -13 <(layers fedgauge:0.1.0) <(layers changed) | wc -l)
+say "a change of the code: $new layers, $size MB"
+[ "$new" -le 7 ] && [ "$size" -lt 100 ] || fail "too much is installed again"
 page "mkdir federation"
 page "fedgauge()"
 

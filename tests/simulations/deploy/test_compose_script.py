@@ -140,3 +140,13 @@ def test_it_refuses_a_port_that_is_in_use(folder: Path, address: str) -> None:
 
 def test_the_image_names_the_newest_format_that_it_reads() -> None:
     assert f"LABEL fedgauge.format={FORMAT}\n" in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_containers_script_runs_every_command_of_the_page() -> None:
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs" / "deploy.md").read_text(), re.MULTILINE | re.DOTALL)
+    commands = set("".join(blocks).splitlines())
+    script = (ROOT / "tests" / "load" / "containers.sh").read_text()
+    named = {double or single for double, single in re.findall(r"""\bpage (?:"([^"]+)"|'([^']+)')""", script)}
+    tried = [{name} if name in commands else {line for line in commands if name in line} for name in named]
+    assert all(len(lines) == 1 for lines in tried), "each names one command"
+    assert set().union(*tried) == commands
