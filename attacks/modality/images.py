@@ -43,7 +43,7 @@ class ImageModality(Modality):
     baselines: ClassVar = {name: name for name in ("mean_image", "class_mean_image", "random_image")}
     told_labels = ("class_mean_image",)
     limits = ("bayes_limit", "candidate_bound")
-    attacks = (IMAGE_ATTACKS, DECODERS)
+    attacks: ClassVar[tuple[str, ...]] = (IMAGE_ATTACKS, DECODERS)
     shown_as = "image"
     blank_name = "grey"
     parts = "pixels"
