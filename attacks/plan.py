@@ -67,6 +67,10 @@ class PlannedAttack:
         lengths: of sentences: hidden, or given by the threat model.
         tune: "shadow": in each round choose its prior on shadow updates of auxiliary images; also the default where the chain
             draws noise of a known density.
+
+    Example:
+        >>> PlannedAttack.from_table({"use": "dlg", "iterations": 300}, "[[attack]]").budget
+        Budget(iterations=300, restarts=1, seconds=None)
     """
 
     name: str
@@ -193,6 +197,10 @@ class AttackPlan:
         clients: clients to attack, counted from 0 (under a secure sum a group, by its first client); default: all.
         wave: observations that one worker attacks together, at least 1.
         seed: of the attacker's randomness; default: the scenario's.
+
+    Example:
+        >>> [round for round in range(1, 10) if AttackPlan((), every=3).attacks_round(round)]
+        [1, 4, 7]
     """
 
     attacks: tuple[PlannedAttack, ...]
@@ -312,7 +320,12 @@ def modalities_of(use: str) -> list[type[Modality]]:
 
 
 def describe(value: Any) -> str:
-    """A component table on one line, for cards and tables: clip(max_norm=1.0), or per example: each clip(max_norm=1.0)."""
+    """Write a component table on one line, for tables and knowledge cards.
+
+    Example:
+        >>> describe({"use": "clip", "max_norm": 1.0, "each": True})
+        'each clip(max_norm=1.0)'
+    """
     arguments = ", ".join(
         f"{k}={describe(v) if isinstance(v, dict) and 'use' in v else v}"
         for k, v in value.items()

@@ -60,6 +60,15 @@ class Auditor:
         metrics: those to grade by; default: all that apply.
         purpose: of the attacks' randomness, where all attacks share their starts; default: each has its own.
         labels_in_order: given labels come in the client's order, as some papers give them.
+
+    Example:
+        >>> from fedgauge.client.protocol import Protocol
+        >>> tables = {"rounds": 1, "clients": 4, "data": {"use": "mnist5k"}, "model": {"use": "mlp", "hidden": [8]}}
+        >>> protocol = Protocol.from_tables({**tables, "chain": [{"use": "local_sgd", "rate": 0.1}]})
+        >>> source, attack = FederationSource(Federation(protocol)), PlannedAttack("analytic", {"use": "analytic"})
+        >>> (result,) = Auditor(source, metrics=frozenset({"psnr"})).audit(attack, source.wave())
+        >>> result.rows[0].value > 100  # dB: exact
+        True
     """
 
     source: FederationSource

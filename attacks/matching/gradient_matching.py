@@ -95,7 +95,7 @@ class GradientMatching(Attack):
         except ValueError as error:
             raise SearchFails(str(error)) from error
         if start is not None:
-            first = known.normalise(start).repeat(1, problems.epochs, 1, 1, 1)
+            first = problems.free(known.normalise(start)).repeat(1, problems.epochs, *[1] * len(known.shape))
             variables["x"][:: budget.restarts] = first.to(variables["x"])
         clock = Deadline(started, budget.seconds)
         outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock))

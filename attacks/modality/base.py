@@ -82,6 +82,7 @@ class MainMetric(Measured):
         beyond: the margin as a phrase.
         leaked: from this value on an example has leaked: a client that audits itself withholds its update, unless set otherwise.
         private: the noun for what is attacked.
+        stored: the name in a ledger of the kind of data, where another kind has the same metric; default: the metric.
     """
 
     metric: str
@@ -90,6 +91,12 @@ class MainMetric(Measured):
     beyond: str
     leaked: float
     private: str
+    stored: str = ""
+
+    @property
+    def key(self) -> str:
+        """The name of the kind of data in a ledger."""
+        return self.stored or self.metric
 
 
 @dataclass(frozen=True, eq=False)
