@@ -175,6 +175,13 @@ class Knowledge:
             raise ValueError("the attacker has no auxiliary examples: set [data] auxiliary above 0")
         return self.auxiliary
 
+    def enough(self, least: int, remedy: str = "raise [data] auxiliary") -> Batch:
+        """The auxiliary examples; ValueError where they are fewer than these."""
+        count = 0 if self.auxiliary is None else len(self.auxiliary.y)
+        if count < least:
+            raise ValueError(f"it needs {least} auxiliary examples, and there are {count}: {remedy}")
+        return self.public
+
     def _chained(self, compute: UpdateFn) -> UpdateFn:
         return (in_loops(self.chain.mean) if self.plain else self.chain.mean)(compute)
 
