@@ -38,7 +38,7 @@ setsid dockerd --config-file "$WORK/daemon.json" > "$WORK/dockerd.log" 2>&1 &
 engine=$!
 finish() {
   status=$?
-  [ $status = 0 ] || docker ps --all || true
+  [ $status = 0 ] || { docker ps --all; for each in $(docker ps --all --quiet); do echo "== $each"; docker logs --tail 12 "$each" 2>&1; done; } || true
   docker ps --all --quiet | xargs --no-run-if-empty docker rm --force > /dev/null 2>&1 || true
   ! mountpoint --quiet "$WORK/checkout/federation/runs" || umount "$WORK/checkout/federation/runs" || true
   kill "$engine" 2> /dev/null && wait "$engine" 2> /dev/null || true
@@ -179,10 +179,14 @@ one_host() {
   recorded 1
   say "up to the first round: $SECONDS s"
   for each in supernode-1 ray-worker attack dashboard superlink; do fall $each; done
-  page "--scale ray-worker"
   recorded 2
+  page "--scale ray-worker"
   fall serverapp
   ended 1
+  page "./compose.sh federation up --detach"
+  dd if=/dev/zero of=federation/runs/ballast bs=1M 2> /dev/null || say "the disk is full"
+  ended 2
+  rm federation/runs/ballast
   page "./compose.sh federation up --detach"
   recorded 3
   fall ray-head
