@@ -19,7 +19,7 @@ from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.roles import is_attack, is_limit
 
-LABELS = ("label_accuracy", "label_f1", "label_error")
+LABELS = ("label_accuracy", "label_f1", "label_error", "mask_iou")
 LARGEST = 1e100  # of a value, so that sums of squares are finite
 Mask = NDArray[np.bool_]
 SizeOf = Callable[[int, int], int]  # (round, client) -> how many examples the update is of

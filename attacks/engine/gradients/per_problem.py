@@ -84,7 +84,9 @@ def _gradients(
     logits, calls = _run(model, params, moves, examples)
     plain, outs = is_cross_entropy(loss), [call.out for call in calls]
     if plain:
-        total = F.cross_entropy(logits, examples.y, reduction="sum")
+        total = (
+            F.cross_entropy(logits, examples.y, reduction="sum") / logits[0, 0].numel()
+        )  # a mean over a mask's pixels
     else:
         total = loss_of(loss, logits, examples.y, examples.x) * len(logits)
     total = total * (factor / examples.size)
