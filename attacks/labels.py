@@ -16,7 +16,7 @@ from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.computation import called, classifier
 from fedgauge.attacks.label_rule import label_rule
 from fedgauge.attacks.solved_labels import OPTIMISED, NotRestored, Outputs, like_two_logits, outputs_of, solved
-from fedgauge.client.labels import Binary, NoLabel
+from fedgauge.client.labels import Binary, Mask, NoLabel
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import layer_parameters
@@ -43,6 +43,10 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
     if isinstance(kind, NoLabel):
         none = kind.trial(len(wave) * known.batch_size, known.classes).to(wave.device)
         return none.view(len(wave), -1, *none.shape[1:])
+    if kind.public is not None and kind.public.dim() > 2:
+        raise NotRestored(f"labels of several dimensions are not restored; {OPTIMISED}")
+    if isinstance(kind, Mask):
+        raise NotRestored(f"a mask is not restored; {OPTIMISED}")
     if not is_cross_entropy(known.loss):
         outputs = outputs_of(known, wave.params, _classifier(known))
         if not like_two_logits(known, outputs):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, own_line, resolve
-from fedgauge.client.labels import Findings, LabelKind, NoLabel, Numbers, label_kind
+from fedgauge.client.labels import Findings, LabelKind, Mask, NoLabel, Numbers, label_kind
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Loss
 
@@ -127,7 +127,7 @@ class next_token(Criterion):
 
 def per_example_accuracy(logits: Tensor, y: Tensor, kind: LabelKind) -> Tensor:
     """The part of each example (B,) that the outputs predict correctly: its label, or its words."""
-    if y.dim() == 1 or y.is_floating_point():
+    if y.dim() == 1 or y.is_floating_point() or isinstance(kind, Mask):
         return kind.right(logits, y)
     guess, y = logits[:, :-1].argmax(-1), y[:, 1:]
     return (guess == y).double().sum(1) / (y != IGNORED).sum(1).clamp(min=1)
@@ -232,6 +232,9 @@ def fitted_loss(
         _check_kind(loss, kind, table, where, outputs, public, classes)
         plain = form == 0 and not isinstance(loss, FittedLoss)
         return loss if plain else form_of, kind(public, (outputs.detach(), y, x))
+    if label_kind(public, outputs, True) is Mask and outputs.shape[2:] != y.shape[y.dim() - outputs.dim() + 2 :]:
+        sizes = (" x ".join(map(str, size)) for size in (outputs.shape[2:], y.shape[y.dim() - outputs.dim() + 2 :]))
+        raise SpecError("[model]: the network returns masks of {}, and the labels in [data] have {}".format(*sizes))
     raise otherwise or SpecError(
         f"{where}: {table['use']!r} must take the network's outputs {tuple(outputs.shape)} and labels {tuple(y.shape)} of "
         f"{str(y.dtype).removeprefix('torch.')}, and return their finite, differentiable mean: {_said(problem)}"
@@ -317,10 +320,8 @@ def takes_probabilities(loss: Loss, classes: int, kind: LabelKind | None = None)
     if is_cross_entropy(loss):
         return True
     outputs, y, x = _probe(loss, classes, kind)
-    one_class = kind is None or type(kind) is LabelKind
     try:
-        whole = F.one_hot(y.clamp(min=0), classes) * (y != IGNORED)[..., None] if one_class else y
-        soft = loss_of(loss, outputs, whole.to(outputs), x)
+        soft = loss_of(loss, outputs, (kind or LabelKind()).soft(y, classes).to(outputs), x)
     except Exception:  # a user's function may raise anything for such labels
         return False
     return soft.dim() == 0 and _same(loss_of(loss, outputs, y, x), soft)
