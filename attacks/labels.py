@@ -239,7 +239,7 @@ def _is_pair(known: Knowledge) -> bool:
 
 def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, dummies: "Dummies") -> Tensor:
     """The labels under another loss than the cross-entropy."""
-    if known.batch_size > 1 and type(known.label_kind) is LabelKind:
+    if known.batch_size > 1 and type(known.label_kind) in (LabelKind, Binary):
         return _restored(update, params, known, lambda before, after: before, outputs)
     of_weight, of_bias = layer_parameters(_classifier(known))
     weight, bias = (None if k not in update else -_exact(update[k]) / known.scale for k in (of_weight, of_bias))
@@ -348,6 +348,7 @@ def _systems(update: Update, params: Params, known: Knowledge, outputs: Outputs 
     w, b = (_exact(params[k]) for k in names)
     if outputs is not None:
         slopes = derivative(known, outputs, features @ w.T + b, torch.arange(known.classes)).detach()
+        slopes = torch.cat([-slopes, slopes], 1) if _is_pair(known) else slopes
         return slopes.T, slopes.T
     change_w, change_b = (_exact(update[k]) for k in names)
     if _is_pair(known):
