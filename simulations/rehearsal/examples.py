@@ -34,10 +34,6 @@ class Form:
         """Return examples as the archive of public data has them."""
         return self.examples(x)
 
-    def labels(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Return the labels of examples x."""
-        return y
-
 
 @dataclass(frozen=True)
 class Images(Form):
@@ -61,8 +57,9 @@ class Sentences(Form):
         room = ((0, 0), (0, self.length - x.shape[1]))
         return np.pad(x.astype(np.int64), room, constant_values=self._pad)
 
-    def labels(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return targets(torch.from_numpy(x), self._pad).numpy() if self.next_token else y
+    def labels(self, x: np.ndarray) -> np.ndarray:
+        """Return the words that are learnt."""
+        return targets(torch.from_numpy(x), self._pad).numpy()
 
     @property
     def _pad(self) -> int:

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import threading
 import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -107,12 +108,13 @@ class AppGrid(Grid):
             for node in range(1, most + 1)
         }
         self._here, self._asked = min(clients, most), 0
+        self._one = threading.Lock()  # Flower's older servers ask each client in a thread of its own
         self._replies: dict[str, Message] = {}
         self.trained: dict[int, list[Training]] = {}  # by node, in the order of its train messages
         self.failed: list[str] = []
 
     def get_node_ids(self) -> Iterable[int]:
-        self._asked += 1
+        self._asked += not self._one.locked()
         if self._asked > TRIES and self._here < len(self._contexts):
             self._here, self._asked = min(2 * self._here, len(self._contexts)), 0
         elif self._asked > 20 * TRIES:
@@ -148,6 +150,10 @@ class AppGrid(Grid):
         return [self._replies.pop(key) for key in message_ids if key in self._replies]
 
     def _answer(self, message: Message) -> Message:
+        with self._one:
+            return self._answered(message)
+
+    def _answered(self, message: Message) -> Message:
         self._asked = 0
         message.metadata.__dict__["_message_id"] = message.object_id  # as Flower's own grids do
         node = message.metadata.dst_node_id
