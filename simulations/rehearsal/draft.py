@@ -10,12 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tomli_w
+import torch
+from torch import nn
 
+from fedgauge.attacks.base import Observation
 from fedgauge.attacks.problem import Problem
 from fedgauge.client.components import SpecError
 from fedgauge.client.local_data import read_npz
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.uploads import names_of
 from fedgauge.simulations.rehearsal.examples import Form
 from fedgauge.simulations.rehearsal.losses import Target, target_of
 from fedgauge.simulations.rehearsal.observer import OF_CLASSES
@@ -192,8 +196,8 @@ def write_draft(
         )
         passes = 1 if whole else len(first["sizes"])
         steps = [PLAIN | {"passes": passes}] * (len(first["sizes"]) // passes)
-    scale = 1.0 if form.language or not first["steps"] else _scale(draft, first["scales"], steps[0]["passes"])
-    _training(draft, first["sizes"], steps, n, epochs, reordered, scale)
+    scale = 1.0 if form.language or not first["steps"] else _scale(draft, first, steps[0]["passes"])
+    _training(draft, first["sizes"], steps, n, epochs, reordered, scale, first["proximal_mu"])
     draft.add("[audit]", "attacks that fit, in minutes", effort="quick", executor="local")
     if form.language and not form.language["tokenizer"]:
         draft.note("tokenizer", "the app's tokenizer was not found; reports show token ids as words")
@@ -260,17 +264,20 @@ def _loss(draft: Draft, first: Mapping[str, Any], target: Target | None) -> None
         draft.note("loss", f"{target.name} has {', '.join(target.left_out)}, which the draft leaves out")
 
 
-def _scale(draft: Draft, scales: Sequence[float], passes: int) -> float:
-    """Return what multiplies the mean loss of a step, such as the examples where clients minimise a sum."""
+def _scale(draft: Draft, first: Mapping[str, Any], passes: int) -> float | None:
+    """Return what multiplies the mean loss of a step, such as the examples where clients minimise a sum; None if it varies."""
+    scales, mu = first["scales"], first["proximal_mu"]
     if not scales:
         return 1.0
-    if not np.allclose(scales, scales[0], rtol=1e-4):
-        draft.note(
-            "loss",
-            "a term is added to the loss, such as a penalty, or batches weigh differently; the draft leaves it out",
-        )
-        return 1.0
-    return 1.0 if math.isclose(scales[0] * passes, 1, rel_tol=1e-4) else scales[0] * passes
+    if np.allclose(scales, scales[0], rtol=1e-4):
+        return 1.0 if math.isclose(scales[0] * passes, 1, rel_tol=1e-4) else scales[0] * passes
+    if mu:
+        draft.note("loss", "a term is added to the loss; the draft takes FedProx's, with the server's mu")
+        return None
+    draft.note(
+        "loss", "a term is added to the loss, such as a penalty, or batches weigh differently; the draft leaves it out"
+    )
+    return 1.0
 
 
 def _training(
@@ -280,12 +287,14 @@ def _training(
     n: int,
     epochs: int,
     reordered: bool,
-    scale: float,
+    scale: float | None,
+    mu: float | None,
 ) -> None:
     """Name the optimizer, its settings and steps.
 
     Args:
-        scale: the multiple of the loss that clients minimise; the settings give equal steps on the loss itself.
+        scale: the multiple of the loss that clients minimise; the settings give equal steps on the loss itself. None: FedProx's
+            term is added, with the weight mu.
     """
     group = steps[0]["groups"][0]
     name = OPTIMIZERS.get(steps[0]["optimizer"])
@@ -297,6 +306,8 @@ def _training(
     if odd := [key for key in UNSUPPORTED if group.get(key)]:
         draft.note("optimizer", f"{steps[0]['optimizer']} has {', '.join(odd)}, which the draft leaves out")
     values: dict[str, Any] = {"use": "local_training", "rate": float(group["lr"])}
+    if scale is None:
+        values["proximal_mu"], scale = mu, 1.0
     if scale != 1:
         draft.note(
             "scale", f"clients minimise {scale:.4g} times the mean loss, which is written into the optimizer's settings"
@@ -369,6 +380,9 @@ def with_network(draft: Draft, first: Mapping[str, Any], form: Form) -> Scenario
             draft.lines = trial.lines
             return scenario
         reasons.append(f"{network['use']} builds another network")
+    if reasons and (code := next((key for key in ("data", "loss", "chain") if f"[{key}]" in reasons[0]), "")):
+        draft.refuse(code, reasons[0], "")
+        return None
     why = f" ({reasons[0]})" if reasons else ""
     remedy = "let a function of the app without arguments return it"
     draft.refuse("network", f"cannot be built again{why}", remedy, first["network"])
@@ -394,6 +408,29 @@ def attack_once(draft: Draft, client: int, round: int, origin: str) -> None:
     """Attack one update instead of all."""
     draft.replace("[audit]", "clients", [client])
     draft.add("[audit]", origin, rounds=[round])
+
+
+def say_what_differs(
+    draft: Draft, came: Observation, reported: int | None, facts: Mapping[str, Any], model: nn.Module
+) -> None:
+    """Note other names of the uploaded arrays than the network's, double precision, and batches reported as examples.
+
+    Args:
+        reported: the client's number of examples.
+        facts: of its training.
+    """
+    names = {name: own for name, own in names_of(came.update, model).items() if name != own}
+    if names and not all(name.isdecimal() for name in names):
+        name, own = next(iter(names.items()))
+        draft.note(
+            "names", f"uploads call {own} {name}; {len(names)} of {len(came.update)} arrays are read by other names"
+        )
+    if double := [name for name, p in model.named_parameters() if p.dtype == torch.float64]:
+        draft.note("precision", f"{', '.join(double[:3])} are float64, as in the app")
+    if reported is not None and reported == len(facts["sizes"]) < sum(facts["sizes"]):
+        draft.note(
+            "examples", f"clients report {reported} examples, which are batches of {sum(facts['sizes'])} examples"
+        )
 
 
 def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, files: Path) -> None:

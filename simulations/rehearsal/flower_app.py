@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
 
@@ -162,6 +162,9 @@ class AppGrid(Grid):
             if message.metadata.message_type.partition(".")[0] != "train":
                 return self._app(message, context)
             with self._observer.training() as seen:
+                configs = [r for r in message.content.values() if isinstance(r, ConfigRecord)]
+                mus = [r[key] for r in configs for key in ("proximal-mu", "proximal_mu") if key in r]
+                seen.proximal_mu = float(mus[0]) if mus and isinstance(mus[0], int | float) else None
                 reply = self._app(message, context)
             self.trained.setdefault(node, []).append(seen)
             return reply

@@ -17,7 +17,7 @@ OWN = {
     "binary_cross_entropy_with_logits": "binary_cross_entropy",
 }
 OF_TORCH = ("binary_cross_entropy", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss", "soft_margin_loss")
-TWO_CLASSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
+TWO_CLASSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")  # or findings, or a mask's pixels
 DEFAULTS = {"weight": None, "pos_weight": None, "reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0}
 
 
@@ -45,11 +45,13 @@ class Target:
         return ("torch",) if ":" in self.loss.get("use", "") else ()
 
     def labels(self, y: np.ndarray) -> np.ndarray:
-        """Return observed labels as the scenario's data has them: classes (N,), findings or numbers (N, K) or (N,)."""
+        """Return observed labels as the scenario's data has them: classes (N,), findings or numbers (N, K) or (N,), masks."""
         if self.reads_input:
             return np.zeros(len(y), np.int64)
-        if np.issubdtype(y.dtype, np.integer) and y.ndim == 1:
+        if np.issubdtype(y.dtype, np.integer):
             return y
+        if y.ndim > 2 and self.name in TWO_CLASSES:
+            return y.astype(np.float32)
         flat = y.reshape(len(y), -1).astype(np.float32)
         single = flat[:, 0] if flat.shape[1] == 1 else flat
         return single.astype(np.int64) if single.ndim == 1 and self._of_two(y) else single
@@ -78,11 +80,14 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
     name, outputs = known[0], math.prod(first["output"][1:])
     classes = np.issubdtype(y.dtype, np.integer) and y.ndim == 1
     remedy = "one class, or one number for each output, is needed for an example"
+    masks = [len(y), *first["output"][2:]] == list(y.shape) and name in OF_CLASSES
     if classes and (len(first["output"]) != 2 or y.min() < 0 or name not in OF_CLASSES):
         return Problem("labels", network, f"{name} compares classes {y.shape} with {tuple(first['output'])}", remedy)
-    if not classes and (y.size != len(y) * outputs or not np.issubdtype(y.dtype, np.floating)):
+    if not classes and not masks and (y.size != len(y) * outputs or not np.issubdtype(y.dtype, np.floating)):
         why = f"labels are {y.dtype} of shape {y.shape[1:]}, outputs have shape {tuple(first['output'][1:])}"
         return Problem("labels", network, why, remedy)
+    if len(first["output"]) > 2 and not first["reconstructs"]:
+        outputs = first["output"][1]
     return _target(name, losses[name], outputs, first["reconstructs"])
 
 
@@ -97,12 +102,12 @@ def _target(name: str, options: Mapping[str, Any], outputs: int, reconstructs: b
             )
         settings = {} if measure == "squared_error" else {"measure": measure}
         return Target(name, {"use": "reconstruction", **settings}, outputs, True, tuple(given))
+    classes = 2 if outputs == 1 and name in TWO_CLASSES else outputs
     if name in OF_TORCH:
         kept = {k: v for k, v in given.items() if isinstance(v, bool | int | float | str)}
         left_out = tuple(given.keys() - kept.keys())
-        return Target(name, {"use": f"torch.nn.functional:{name}", **kept}, outputs, left_out=left_out)
+        return Target(name, {"use": f"torch.nn.functional:{name}", **kept}, classes, left_out=left_out)
     smoothing = {"label_smoothing": given.pop("label_smoothing")} if "label_smoothing" in given else {}
     plain = name in OF_CLASSES and not smoothing
     table = {} if plain else {"use": OWN[name], **smoothing}
-    classes = 2 if outputs == 1 and name in TWO_CLASSES else outputs
     return Target(name, table, classes, left_out=tuple(given))

@@ -67,6 +67,7 @@ class Training:
         scales: of each backward pass, the value that was minimised by the loss that was computed from it.
         dp: noise multiplier, clipping norm and expected batch size of Opacus' optimizer.
         start: the network's state before the first pass, of the process's first training.
+        proximal_mu: the weight of FedProx's term, if the server sends one.
         pad: the token id at positions that an attention mask hides.
         notes: what a scenario cannot express, by code.
     """
@@ -84,6 +85,7 @@ class Training:
     normalised: tuple[list[float], list[float]] | None = None
     dp: dict[str, float] | None = None
     start: dict[str, Tensor] | None = None
+    proximal_mu: float | None = None
     pad: int | None = None
     notes: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
@@ -155,7 +157,7 @@ class Training:
             self.output = tuple(result.shape)
         else:
             many = len(result) if isinstance(result, Sequence | Mapping) else 1
-            self.notes["output"] = f"the network returns a {type(result).__name__} of {many} parts"
+            self.notes["output"] = f"returns a {type(result).__name__} of {many} parts"
 
     def computes(self, name: str, call: inspect.BoundArguments, value: object) -> None:
         """Note a loss: its target belongs to the last pass."""
@@ -166,7 +168,7 @@ class Training:
             return
         if self.output and of.numel() != math.prod(self.output):
             seen, output = tuple(of.shape), tuple(self.output)
-            self.notes["values"] = f"{name} reads values of shape {seen}, and the network returns {output}"
+            self.notes["values"] = f"returns shape {output}, and {name} reads values of shape {seen}"
         if self.y and self.y[-1] is None:
             self.y[-1] = target.detach().clone()
         terms = 1 if options.get("reduction", "mean") == "mean" else len(of) if name in OF_CLASSES else of.numel()

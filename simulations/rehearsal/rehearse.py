@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from fedgauge.attacks.base import Observation
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.local_data import read_npz
@@ -34,6 +35,7 @@ from fedgauge.simulations.rehearsal.draft import (
     attack_once,
     check_attackable,
     keep_layers,
+    say_what_differs,
     with_network,
     write_draft,
 )
@@ -134,7 +136,16 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         client = numbers[attacked[0]]
         own = {row["round"]: row["digest"] for row in rows if row["client"] == client}
         began = min(own)
-        if kept := _never_sent(scenario, first, run.tape().read(began, client, own[began])):
+        came = run.tape().read(began, client, own[began])
+        reported = next(row["examples"] for row in rows if (row["client"], row["round"]) == (client, began))
+        try:
+            say_what_differs(draft, came, reported, first, scenario.federation.model)
+            kept = _never_sent(scenario, first, came)
+        except UploadMismatch as error:
+            draft.refuse("uploads", str(error), "")
+            run_files.write(run.folder / "scenario.toml", draft.text().encode())
+            return refused
+        if kept:
             keep_layers(draft, kept, client, began, files)
             scenario = draft.scenario()
         n = scenario.federation.shards.batch_size
@@ -166,7 +177,7 @@ def _proof(
     Uploads may be gradients, and a rate that was not observed is fitted: both are written into the draft.
     """
     x, y = map(torch.from_numpy, _examples(first, *kind))
-    batch = Batch(x, y)
+    batch = Batch(modality_of(scenario.federation.shards.dataset).arranged(x), y)
     with run.ledger() as ledger:
         row = next(o for o in ledger.observations() if o["client"] == client and o["digest"])
         for _ in range(MOST_TRIES):

@@ -72,6 +72,7 @@ def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, nam
         "output": seen.output,
         "losses": seen.losses,
         "scales": seen.scales,
+        "proximal_mu": seen.proximal_mu,
         "outside": 0,
         "reconstructs": False,
         "steps": [asdict(step) for step in seen.steps],
