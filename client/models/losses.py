@@ -169,6 +169,24 @@ class binary_cross_entropy(Criterion):
 
 
 @dataclass(frozen=True)
+class reconstruction(Criterion):
+    """The error of outputs against the network's own input, as autoencoders minimise it, averaged over all values.
+
+    Args:
+        measure: (output - x)^2, or for outputs and inputs in [0, 1] the binary cross-entropy.
+    """
+
+    measure: Literal["squared_error", "cross_entropy"] = "squared_error"
+
+    def __call__(self, logits: Tensor, y: Tensor, x: Tensor | None = None) -> Tensor:
+        if x is None:
+            raise TypeError("a reconstruction loss reads the network's input")
+        if self.measure == "cross_entropy":
+            return F.binary_cross_entropy(logits, x.view_as(logits))
+        return (logits - x.view_as(logits)).square().mean()
+
+
+@dataclass(frozen=True)
 class next_token(Criterion):
     """-log softmax of each next word, averaged over a sentence's predicted words, then over sentences.
 
