@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.data.images import by_channel
 from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.training import StochasticLayer, gradient
@@ -120,7 +121,8 @@ class Knowledge:
         chain: the clients' chain, as the attacker believes it to be.
         shape: (C, H, W) of an image, (L,) of a sentence, (D,) of a row.
         classes, batch_size: as agreed in the federation.
-        mean, std: the per-channel normalisation in front of the model; empty for examples that are not images.
+        mean, std: the per-channel normalisation in front of the model; empty for sentences and rows.
+        low, high: the least and greatest value that an example may have, where there is a normalisation.
         labels: (K, B, ...) if the attacker is given them; None: it restores them.
         auxiliary: public examples of the same distribution, or None.
         loss: what the clients minimise: a mean over the batch.
@@ -143,6 +145,8 @@ class Knowledge:
     batch_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    low: float = field(default=0.0, kw_only=True)
+    high: float = field(default=1.0, kw_only=True)
     labels: Tensor | None = None
     auxiliary: Batch | None = None
     loss: Loss = F.cross_entropy
@@ -204,6 +208,13 @@ class Knowledge:
             moved = replace(moved, text=replace(self.text, lengths=_moved(self.text.lengths, device)))
         return moved
 
+    def alone(self, k: int) -> "Knowledge":
+        """The same of only the k-th observation: its labels and lengths, if they are given."""
+        own, labels = self.text, None if self.labels is None else self.labels[k : k + 1]
+        if own is not None and own.lengths is not None:
+            own = replace(own, lengths=own.lengths[k : k + 1])
+        return replace(self, labels=labels, text=own)
+
     @property
     def scale(self) -> float:
         """Learning rate times local steps: update ~ -scale * gradient."""
@@ -225,12 +236,12 @@ class Knowledge:
 
     def examples(self, x: Tensor) -> Tensor:
         """Convert the network's inputs to examples: pixels in [0, 1], or rows with possible cells."""
-        return self.pixels(x).clamp(0, 1) if self.columns is None else self.columns.rows(self.columns.cells(x))
+        if self.columns is not None:
+            return self.columns.rows(self.columns.cells(x))
+        return self.pixels(x).clamp(self.low, self.high)
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        mean, std = (
-            torch.tensor(v, dtype=like.dtype, device=like.device).view(-1, 1, 1) for v in (self.mean, self.std)
-        )
+        mean, std = (by_channel(v, len(self.shape), like) for v in (self.mean, self.std))
         return mean, std
 
 

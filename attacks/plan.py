@@ -62,7 +62,7 @@ class PlannedAttack:
         table: the component table (use and its hyperparameters).
         budget: for each observation.
         labels: restored from the update, or given by the threat model.
-        defense: known (inverts the whole chain), unknown (assumes bare local training) or inferred (from the updates).
+        defense: known (inverts the whole chain) or unknown (assumes bare local training).
         auxiliary: its auxiliary images, the table `[attack.auxiliary]`; default: all.
         lengths: of sentences: hidden, or given by the threat model.
         tune: "shadow": in each round choose its prior on shadow updates of auxiliary images; also the default where the chain
@@ -77,7 +77,7 @@ class PlannedAttack:
     table: Table
     budget: Budget = dataclasses.field(default_factory=Budget)
     labels: Literal["restored", "given"] = "restored"
-    defense: Literal["known", "unknown", "inferred"] = "known"
+    defense: Literal["known", "unknown"] = "known"
     auxiliary: Table | None = None
     lengths: Literal["hidden", "given"] = "hidden"
     tune: Literal["off", "shadow"] = "off"

@@ -90,6 +90,7 @@ class Federation:
             raise SpecError(f"[data]: {table['use']}: {type(error).__name__}: {error}") from error
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
         shards: Shards = call_checked(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
+        shards = replace(shards, dataset=dataset.in_units_of(shards.auxiliary))
         if each := self.protocol.canary_examples:
             planted = {"clients": self.protocol.canary_clients, "each": each, "coins": self.protocol.coins}
             shards = call(with_canary_examples, {"shards": shards, **planted}, "[canaries]")
@@ -360,7 +361,7 @@ class Federation:
     def evaluate(self, params: Params, most: int | None = None, chunk: int = 500) -> tuple[float, float]:
         """Accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
 
-        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; 0 without labels.
+        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; NaN without labels.
 
         Args:
             most: evaluate only so many test examples; default: all.

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     @property
     def labelled(self) -> bool:
         """Check that each example has one label; otherwise its words are its labels."""
-        return self.y.dim() == 1 or self.y.is_floating_point()
+        return self.y.dim() == 1 or self.y.is_floating_point() or self.x.dtype != torch.int64
 
 
 UpdateFn = Callable[[Params, Batch, Generator | None], Update]

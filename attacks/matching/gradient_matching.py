@@ -16,8 +16,8 @@ from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
 from fedgauge.attacks.engine.compatibility import doubled, parameter_problem
+from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
-from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails
@@ -97,7 +97,7 @@ class GradientMatching(Attack):
         except ValueError as error:
             raise SearchFails(str(error)) from error
         if start is not None:
-            first = known.normalise(start).repeat(1, problems.epochs, 1, 1, 1)
+            first = problems.free(known.normalise(start)).repeat(1, problems.epochs, *[1] * len(known.shape))
             variables["x"][:: budget.restarts] = first.to(variables["x"])
         clock = Deadline(started, budget.seconds)
         outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock))

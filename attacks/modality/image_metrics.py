@@ -53,7 +53,14 @@ def ssim_of(truth: Tensor, guess: Tensor) -> Tensor:
     return torch.as_tensor(windows[..., 5:-5, 5:-5]).flatten(1).mean(1)
 
 
+def correlation_of(truth: Tensor, guess: Tensor) -> Tensor:
+    """Pearson's correlation over an example's values; 0 for a constant one."""
+    truth, guess = (t.double().flatten(1) - t.double().flatten(1).mean(1, keepdim=True) for t in (truth, guess))
+    return torch.cosine_similarity(truth, guess, 1)
+
+
 mse = Metric("mse", mse_of)
+correlation = Metric("correlation", correlation_of)
 psnr = Metric("psnr", psnr_of)
 ssim = Metric("ssim", ssim_of)
 
