@@ -27,6 +27,7 @@ from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.computation import containers, error_line, run, undisturbed
 from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
+from fedgauge.attacks.engine.gradients.recurrent import stepwise
 from fedgauge.attacks.problem import Problem, Unattackable, refuse
 from fedgauge.client.models.losses import loss_of
 from fedgauge.client.rng import generator
@@ -415,7 +416,7 @@ def twice_differentiable() -> Iterator[None]:
     """A context in which all layers have a second derivative; values and first derivatives stay the same.
 
     Hard sigmoid and hard swish by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
-    kernels; recurrent layers without cuDNN.
+    kernels; recurrent layers step by step.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -428,7 +429,7 @@ def twice_differentiable() -> Iterator[None]:
 
 class _Composed(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _COMPOSED.get(func, func)(*args, **(kwargs or {}))
+        return (stepwise(func, args) or _COMPOSED.get(func, func))(*args, **(kwargs or {}))
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:

@@ -243,7 +243,10 @@ def _silent(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _distinct(rows: Tensor, columns: Tensor) -> Tensor:
-    """The distinct columns without mixtures, which are off where two others are, those with most zeros first, at most MOST each."""
+    """The distinct columns without mixtures, those with most zeros first, at most MOST each.
+
+    A mixture is a combination of columns that are off nearly everywhere where it is.
+    """
     signs = columns.gather(0, columns.abs().argmax(0, keepdim=True)).sign()
     unique, group = torch.unique((columns * signs).mul(ROUNDED).round(), dim=1, return_inverse=True)
     first = torch.full((unique.shape[1],), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")
@@ -254,17 +257,23 @@ def _distinct(rows: Tensor, columns: Tensor) -> Tensor:
     for k in order.tolist():
         own = silent[:, k]
         more = (own[:, None] & ~silent[:, kept]).sum(0)  # off here, and not there
-        if not bool((more < min(len(columns), int(own.sum()) // 4)).any()):
+        parts = few[:, kept][:, more < min(len(columns), int(own.sum()) // 4)]
+        if float((few[:, k] - parts @ (torch.linalg.pinv(parts, rtol=SILENT) @ few[:, k])).norm()) > SILENT:
             kept.append(k)
     return few[:, kept]
 
 
 def _bases(columns: Tensor) -> Iterator[Tensor]:
-    """Choices of B independent columns, those with most zeros first."""
-    size = len(columns)
-    few = range(min(columns.shape[1], size + SPARE))
-    for chosen in islice(sorted(combinations(few, size), key=sum), BASES):
-        basis = columns[:, list(chosen)]
+    """Choices of B independent columns, those with most zeros first; a mixture has fewer than each of its parts."""
+    size, first = len(columns), list[int]()
+    for k in range(columns.shape[1]):
+        if float(torch.linalg.svdvals(columns[:, [*first, k]])[-1]) > SILENT:
+            first.append(k)
+        if len(first) == size:
+            break
+    few = [*first, *(k for k in range(columns.shape[1]) if k not in first)][: size + SPARE]
+    for chosen in islice(sorted(combinations(range(len(few)), size), key=sum), BASES):
+        basis = columns[:, [few[k] for k in chosen]]
         if float(torch.linalg.svdvals(basis)[-1]) > SILENT:
             yield basis
 

@@ -34,6 +34,7 @@ class ImageModality(Modality):
         "label_accuracy": Measured("label accuracy", fraction=True, of_batch=True),
         "label_f1": Measured("findings' F1", fraction=True, of_batch=True),
         "label_error": Measured("label error in standard deviations (lower leaks more)", **DISTANCE, of_batch=True),
+        "mask_iou": Measured("mask's overlap (IoU)", fraction=True, of_batch=True),
         "lpips_alex": Measured("LPIPS, AlexNet (lower leaks more)", **DISTANCE),
         "lpips_vgg": Measured("LPIPS, VGG16 (lower leaks more)", **DISTANCE),
         "psnr_augmented": Measured("PSNR (dB) to what was trained on", **PSNR),

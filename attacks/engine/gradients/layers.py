@@ -23,6 +23,7 @@ from fedgauge.attacks.engine.gradients.factored import (
     as_matrices,
     formed,
 )
+from fedgauge.attacks.engine.gradients.recurrent import stepwise
 from fedgauge.client.update import Params
 
 KEPT = 2**21  # numbers up to which an input's windows are kept between passes instead of being made again
@@ -50,6 +51,9 @@ class CallRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in self.layers:
             return self.layers[func](self, *args, **kwargs)
+        if (layer := stepwise(func, args)) is not None:
+            with self:
+                return layer(*args)
         result = func(*args, **kwargs)
         if any(isinstance(part, Tensor) for part in tree_leaves(result)):  # not just a shape or a type
             raise Unsupported(f"a parameter goes into {getattr(func, '__name__', func)}")
@@ -163,6 +167,8 @@ class GradientRecorder(CallRecorder):
         rows = input.reshape(self.examples.problems, -1, input.shape[-1])
         if self.moves:
             out = out + self.by_move(rows, self.moves[self.names[id(weight)]], bias).view_as(out)
+        if not out.requires_grad:  # of a constant, as a recurrent layer's first state
+            out.requires_grad_()
         return self.keep(out, _of_product, self.names[id(weight)], self.name(bias), rows, None)
 
     def by_move(self, rows: Tensor, weight: Tensor | FactoredGradient, bias: Tensor | None) -> Tensor:
