@@ -441,7 +441,7 @@ class Checked:
     """
 
     def __post_init__(self) -> None:
-        for name, check in _ranges(type(self)):
+        for name, check in _ranges(type(self)):  # type: ignore[arg-type]  # mypy takes a class's hash for its objects'
             check(self, name)
 
 
