@@ -442,7 +442,8 @@ class Checked:
 
     def __post_init__(self) -> None:
         for name, check in _ranges(type(self)):  # type: ignore[arg-type]  # mypy takes a class's hash for its objects'
-            check(self, name)
+            if getattr(self, name) is not None:
+                check(self, name)
 
 
 @cache

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Count, NotNegative, Positive
 from fedgauge.client.models.losses import loss_of
 from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
@@ -195,15 +195,10 @@ class local_sgd(Link):
         4
     """
 
-    rate: float
-    steps: int = 1
-    batch_size: int | None = None
-    proximal_mu: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "rate")
-        check_at_least(self, 1, "steps", "batch_size")
-        check_at_least(self, 0, "proximal_mu")
+    rate: Positive
+    steps: Count = 1
+    batch_size: Count | None = None
+    proximal_mu: NotNegative = 0.0
 
     @property
     def accumulated(self) -> int:

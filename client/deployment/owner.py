@@ -12,13 +12,14 @@ import torch
 
 from fedgauge.client import toml_text
 from fedgauge.client.components import (
+    Checked,
+    Count,
+    Positive,
     SpecError,
     Table,
     allowing,
     build,
     call,
-    check_above_zero,
-    check_at_least,
     coerce,
     settings_of,
     with_absolute_paths,
@@ -38,7 +39,7 @@ _SPLIT = ("partition", "alpha", "shards_per_client", "auxiliary")  # of a data s
 
 
 @dataclass(frozen=True)
-class GradingPolicy:
+class GradingPolicy(Checked):
     """Limits on the grades of reconstructions that the server may request.
 
     Args:
@@ -49,16 +50,16 @@ class GradingPolicy:
 
     mode: Literal["off", "scores"] = "off"
     precision: float = 0.5
-    queries: int = 8
+    queries: Count = 8
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "queries")
+        super().__post_init__()
         if not 0 < self.precision <= PSNR_CAP:  # a coarser one would report every reconstruction as exact
             raise ValueError(f"precision must be above 0 and at most {PSNR_CAP:g} dB, got {self.precision}")
 
 
 @dataclass(frozen=True)
-class GuardPolicy:
+class GuardPolicy(Checked):
     """Checks of an update before it is sent; one with entries that are not finite never is.
 
     Args:
@@ -70,19 +71,14 @@ class GuardPolicy:
         inspect, architecture, examples: what to do about suspicious weights, as in `InspectionPolicy`.
     """
 
-    max_norm: float | None = None
+    max_norm: Positive | None = None
     audit: str | None = None
-    iterations: int = 100
-    seconds: float = 20.0
+    iterations: Count = 100
+    seconds: Positive = 20.0
     threshold: float | None = None
     inspect: Mode = "off"
     architecture: str | None = None
     examples: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "max_norm")
-        check_at_least(self, 1, "iterations")
-        check_above_zero(self, "seconds")
 
     def inspection_policy(self, private: bool) -> InspectionPolicy:
         """Return the inspection policy for the server's weights.
@@ -105,7 +101,7 @@ class GuardPolicy:
 
 
 @dataclass(frozen=True)
-class Draw:
+class Draw(Checked):
     """The draw of a round's examples.
 
     Args:
@@ -114,16 +110,13 @@ class Draw:
         sampling: secret: the operating system's entropy draws a round's examples; agreed: the protocol's seed does.
     """
 
-    batch_size: int = 1
+    batch_size: Count = 1
     whole: bool = False
     sampling: Literal["secret", "agreed"] = "secret"
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "batch_size")
-
 
 @dataclass(frozen=True, eq=False)
-class OwnerConfig:
+class OwnerConfig(Checked):
     """An owner's file, checked.
 
     Args:
@@ -154,12 +147,12 @@ class OwnerConfig:
     allow: Sequence[str] = ()
     loss: Table = field(default_factory=lambda: CROSS_ENTROPY)
     canary: bool = False
-    updates: int | None = None
-    max_parameters: int = MOST_PARAMETERS
+    updates: Count | None = None
+    max_parameters: Count = MOST_PARAMETERS
     secure_sum: Table | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "updates", "max_parameters")
+        super().__post_init__()
         if not 0 <= self.client < MOST_CLIENTS:
             raise ValueError(f"client must be in 0..{MOST_CLIENTS - 1}, got {self.client}")
         if self.canary and self.secure_sum is not None:

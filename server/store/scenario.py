@@ -24,10 +24,12 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, attack_name
 from fedgauge.client import toml_text
 from fedgauge.client.components import (
+    Checked,
+    Count,
+    NotNegative,
+    Positive,
     SpecError,
     Table,
-    check_above_zero,
-    check_at_least,
     coerce,
     settings_of,
     with_absolute_paths,
@@ -51,7 +53,7 @@ FEDAVG: Table = {"use": "FedAvg"}
 
 
 @dataclass(frozen=True)
-class AuditOptions:
+class AuditOptions(Checked):
     """Execution of the plan of attack.
 
     Args:
@@ -66,13 +68,10 @@ class AuditOptions:
 
     curious: bool = True
     executor: Literal["ray", "local"] = "ray"
-    workers: int = 1
+    workers: Count = 1
     devices: str | tuple[str, ...] = "auto"
     precision: Precision = "ieee"
     effort: Effort | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "workers")
 
     def devices_here(self) -> list[torch.device]:
         """Return the devices for attacks on this machine.
@@ -87,7 +86,7 @@ class AuditOptions:
 
 
 @dataclass(frozen=True)
-class TapeOptions:
+class TapeOptions(Checked):
     """Retention of updates on disk.
 
     Args:
@@ -98,15 +97,12 @@ class TapeOptions:
     """
 
     keep: Keep = "all"
-    retention_days: float | None = None
+    retention_days: NotNegative | None = None
     replies: Literal["auto", "weights", "updates", "gradients"] = "auto"
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "retention_days")
 
 
 @dataclass(frozen=True)
-class ValidatorOptions:
+class ValidatorOptions(Checked):
     """Bounds on a client's reply.
 
     Args:
@@ -116,16 +112,12 @@ class ValidatorOptions:
             trains on, otherwise a billion.
     """
 
-    max_norm: float | None = None
-    max_examples: int | None = None
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "max_norm")
-        check_at_least(self, 1, "max_examples")
+    max_norm: Positive | None = None
+    max_examples: Count | None = None
 
 
 @dataclass(frozen=True)
-class SimulationOptions:
+class SimulationOptions(Checked):
     """Resources of a simulation's clients.
 
     Args:
@@ -133,12 +125,8 @@ class SimulationOptions:
         round_timeout: seconds that a round may take, above 0.
     """
 
-    parallel_clients: int = 2
-    round_timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "parallel_clients")
-        check_above_zero(self, "round_timeout")
+    parallel_clients: Count = 2
+    round_timeout: Positive = 600.0
 
 
 @dataclass(frozen=True)
