@@ -26,7 +26,7 @@ from fedgauge.client.components import (
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import DATASET
 from fedgauge.client.files import read_file
-from fedgauge.client.inspection.policy import InspectionPolicy, Mode
+from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.pairing import PSNR_CAP
 from fedgauge.client.protocol import MOST_CLIENTS
@@ -58,8 +58,8 @@ class GradingPolicy:
 
 
 @dataclass(frozen=True)
-class GuardPolicy:
-    """Checks of an update before it is sent; one with entries that are not finite never is.
+class GuardPolicy(InspectionPolicy):
+    """Checks of the weights that come, and of an update before it is sent; one with entries that are not finite never is.
 
     Args:
         max_norm: the largest Euclidean norm that is sent; None: any.
@@ -67,7 +67,6 @@ class GuardPolicy:
         iterations, seconds: the budget of that attack.
         threshold: an update is withheld if its best reconstructed example reaches this PSNR (dB), or of text this ROUGE-1 (%);
             None: 20 dB or 50 %.
-        inspect, architecture, examples: what to do about suspicious weights, as in `InspectionPolicy`.
     """
 
     max_norm: float | None = None
@@ -75,22 +74,11 @@ class GuardPolicy:
     iterations: int = 100
     seconds: float = 20.0
     threshold: float | None = None
-    inspect: Mode = "off"
-    architecture: str | None = None
-    examples: bool | None = None
 
     def __post_init__(self) -> None:
         check_above_zero(self, "max_norm")
         check_at_least(self, 1, "iterations")
         check_above_zero(self, "seconds")
-
-    def inspection_policy(self, private: bool) -> InspectionPolicy:
-        """Return the inspection policy for the server's weights.
-
-        Args:
-            private: whether the chain promises differential privacy.
-        """
-        return InspectionPolicy(self.inspect, self.architecture, self.examples).beside(private)
 
     def check(self, private: bool) -> None:
         """Refuse a guard that reads examples where the chain promises differential privacy.
@@ -98,10 +86,8 @@ class GuardPolicy:
         Raises:
             SpecError: the examples would decide on a refusal.
         """
-        if private and (self.audit is not None or self.examples):
-            raise SpecError(
-                "[guard]: audit and examples = true reveal what the chain's epsilon must cover: remove them"
-            )
+        if private and self.audit is not None:
+            raise SpecError("[guard]: audit reveals what the chain's epsilon must cover: remove it")
 
 
 @dataclass(frozen=True)
