@@ -181,7 +181,7 @@ def progress_line(reading: Reading) -> str:
     jobs, by = reading.jobs, reading.scores.measure
     parts = [f"round {max(reading.rounds, default=0)}/{reading.tables['rounds']}"]
     if (accuracy := final_accuracy(reading.rounds)) is not None:
-        parts.append(f"accuracy {accuracy:.1%}")
+        parts.append(f"{reading.scores.label_kind.utility} {accuracy:.1%}")
     parts += work_words(jobs)
     if not jobs.left and reading.plan_coverage.words:
         parts.append(reading.plan_coverage.words)
