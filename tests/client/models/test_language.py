@@ -366,5 +366,5 @@ def test_a_name_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word
     """A server names its clients' model: no file of theirs, and no folder that happens to have such a name."""
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="set folder"):
+    with pytest.raises(ValueError, match="folder"):
         encoder((16,), words, "classification", 2, name=name)
