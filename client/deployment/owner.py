@@ -27,7 +27,7 @@ from fedgauge.client.components import (
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import DATASET
 from fedgauge.client.files import read_file
-from fedgauge.client.inspection.policy import InspectionPolicy, Mode
+from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.pairing import PSNR_CAP
 from fedgauge.client.protocol import MOST_CLIENTS
@@ -59,8 +59,8 @@ class GradingPolicy(Checked):
 
 
 @dataclass(frozen=True)
-class GuardPolicy(Checked):
-    """Checks of an update before it is sent; one with entries that are not finite never is.
+class GuardPolicy(Checked, InspectionPolicy):
+    """Checks of the weights that come, and of an update before it is sent; one with entries that are not finite never is.
 
     Args:
         max_norm: the largest Euclidean norm that is sent; None: any.
@@ -68,7 +68,6 @@ class GuardPolicy(Checked):
         iterations, seconds: the budget of that attack.
         threshold: an update is withheld if its best reconstructed example reaches this PSNR (dB), or of text this ROUGE-1 (%);
             None: 20 dB or 50 %.
-        inspect, architecture, examples: what to do about suspicious weights, as in `InspectionPolicy`.
     """
 
     max_norm: Positive | None = None
@@ -76,17 +75,6 @@ class GuardPolicy(Checked):
     iterations: Count = 100
     seconds: Positive = 20.0
     threshold: float | None = None
-    inspect: Mode = "off"
-    architecture: str | None = None
-    examples: bool | None = None
-
-    def inspection_policy(self, private: bool) -> InspectionPolicy:
-        """Return the inspection policy for the server's weights.
-
-        Args:
-            private: whether the chain promises differential privacy.
-        """
-        return InspectionPolicy(self.inspect, self.architecture, self.examples).beside(private)
 
     def check(self, private: bool) -> None:
         """Refuse a guard that reads examples where the chain promises differential privacy.
@@ -94,10 +82,8 @@ class GuardPolicy(Checked):
         Raises:
             SpecError: the examples would decide on a refusal.
         """
-        if private and (self.audit is not None or self.examples):
-            raise SpecError(
-                "[guard]: audit and examples = true reveal what the chain's epsilon must cover: remove them"
-            )
+        if private and self.audit is not None:
+            raise SpecError("[guard]: audit reveals what the chain's epsilon must cover: remove it")
 
 
 @dataclass(frozen=True)

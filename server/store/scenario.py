@@ -4,7 +4,6 @@ Clients receive its protocol part; the plan of attack, the strategy and the tape
 """
 
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -326,24 +325,19 @@ def _with_canaries(protocol: Protocol) -> Table | None:
     return {"clients": clients, **({"examples": each} if (each := protocol.canary_examples) else {})}
 
 
-def expected_updates(scenario: Scenario, rounds: range) -> list[tuple[int, Mapping[str, int]]]:
-    """Return the kinds of rounds: the number of rounds, and the number of attacked updates by attack."""
-    plan, groups = scenario.plan, scenario.protocol.groups(1)
-    some = max(1, int(len(groups) * scenario.strategy.get("fraction_train", 1.0)))
-    seen = [group[0] for group in groups[:some]]
-    alike = {plan.attacks_round(r): r for r in rounds}
-    times = Counter(map(plan.attacks_round, rounds))
-    return [(n, {p.name: len(plan.targets(alike[kind], seen, p)) for p in plan.attacks}) for kind, n in times.items()]
-
-
 def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> int:
     """Return the number of jobs of the rounds after `done`.
 
     Args:
         rounds: of the run; default: the scenario's.
     """
-    to_come = range(done + 1, (rounds or scenario.protocol.rounds) + 1)
-    return sum(n * sum(updates.values()) for n, updates in expected_updates(scenario, to_come))
+    plan, groups = scenario.plan, scenario.protocol.groups(1)
+    some = max(1, int(len(groups) * scenario.strategy.get("fraction_train", 1.0)))
+    seen = [group[0] for group in groups[:some]]
+    kinds: dict[bool, list[int]] = {}  # rounds that are attacked alike
+    for round in range(done + 1, (rounds or scenario.protocol.rounds) + 1):
+        kinds.setdefault(plan.attacks_round(round), []).append(round)
+    return sum(len(alike) * sum(len(plan.targets(alike[0], seen, p)) for p in plan.attacks) for alike in kinds.values())
 
 
 def component_of(text: str, option: str) -> dict[str, Any]:

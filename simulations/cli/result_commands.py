@@ -1,4 +1,4 @@
-"""`fedgauge watch`, `report`, `gate`, `export` and `client-report`: show what runs have found."""
+"""`fedgauge watch`, `report`, `gate` and `export`: show what runs have found."""
 
 import argparse
 import sys
@@ -12,7 +12,6 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.gate import GateResult, Threshold
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, refuse, tell
-from fedgauge.simulations.cli.run_summary import wide_console
 from fedgauge.simulations.reports.gate_output import gate_lines, gate_status, write_junit
 from fedgauge.simulations.run.exit_status import MISTAKE
 
@@ -28,13 +27,11 @@ def add_to(commands: Commands) -> None:
     flag(page, "--open", "open the browser")
     written = commands.add(report, with_run=False)
     path(written, "run", "RUN", "a run's folder, or its name under runs/", nargs="+")
-    path(written, "--figures", "FOLDER", "each plot as PNG and SVG, one column wide")
     text = "where the comparison of several runs goes (default: comparison.html next to the first)"
     path(written, "--output -o", "FILE", text)
     add_gate(commands.add(gate))
     table = commands.add(export)
     path(table, "--output -o", "PATH", "default: standard output")
-    path(commands.add(client_report, with_run=False), "file", "CLIENT.toml", "the owner's file")
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -88,13 +85,6 @@ def report(options: argparse.Namespace) -> int:
     if len(shown) > 1:
         beside = shown[0].folder.absolute().parent / "comparison.html"
         print(write_comparison(shown, options.output or beside))
-    if options.figures is not None:
-        from fedgauge.simulations.reports.figures import write_figures
-
-        paths, missing = write_figures(shown, options.figures)
-        print(*paths, sep="\n", end="\n" if paths else "")
-        for reason in missing:
-            tell(reason)
     return 0 if len(shown) == len(chosen) else MISTAKE
 
 
@@ -143,12 +133,4 @@ def export(options: argparse.Namespace) -> int:
         print(options.output)
     else:
         write_csv(run, sys.stdout)
-    return 0
-
-
-def client_report(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge client-report CLIENT.toml`."""
-    from fedgauge.simulations.reports.client_report import read, show
-
-    show(read(options.file), wide_console())
     return 0
