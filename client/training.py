@@ -212,7 +212,7 @@ class local_sgd(Link):
 
     @property
     def plain(self) -> bool:
-        """Check that each step is one rate times the gradient of the next slice, plus the proximal pull."""
+        """Check that each step is one rate times the gradient of the next slice, plus the proximal proximal."""
         return True
 
     @property
@@ -287,8 +287,8 @@ class local_sgd(Link):
                 if self.accumulated > 1:
                     g = {k: sum((other[k] for other in found[1:]), t) / self.accumulated for k, t in g.items()}
                 if self.proximal_mu and change:
-                    pull = self.proximal_mu * len(parts) / self.accumulated
-                    g = {k: t + pull * change[k] for k, t in g.items()}
+                    proximal = self.proximal_mu * len(parts) / self.accumulated
+                    g = {k: t + proximal * change[k] for k, t in g.items()}
                 rate = self.rate_at(step)
                 moved = self.direction(g, here, memory, step)
                 change = {k: change[k] - rate * t if change else -rate * t for k, t in moved.items()}

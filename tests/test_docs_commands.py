@@ -102,6 +102,8 @@ def test_the_commands_of_the_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
         words = words[: words.index(">")] if ">" in words else words
         if words[0] == "init":
             (tmp_path / "scenario.toml").unlink()
+        if words[:2] == ["deploy", "init"]:
+            shutil.rmtree(words[2], ignore_errors=True)
         status = main(words)
         assert status == (words[0] in FAILS and "--fail-above" in words), line
         if words[0] == "init":

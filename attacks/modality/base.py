@@ -107,7 +107,7 @@ class Modality(ABC):
         main: the metric by which attacks are compared.
         measured: what each metric is that a reconstruction may get, in the order in which tables and figures show them.
         baselines: the component of each guess that reads no update.
-        told_labels: those of the baselines that are given the true labels, where there is a truth.
+        given_labels: those of the baselines that are given the true labels, where there is a truth.
         limits: of the error of every attack, where the noise is known.
         attacks: groups of the registry whose attacks reconstruct such examples.
         shown_as: pictures, or words that are each right, misplaced or wrong.
@@ -122,7 +122,7 @@ class Modality(ABC):
     main: ClassVar[MainMetric]
     measured: ClassVar[Mapping[str, Measured]]
     baselines: ClassVar[Mapping[str, str]]
-    told_labels: ClassVar[tuple[str, ...]] = ()
+    given_labels: ClassVar[tuple[str, ...]] = ()
     limits: ClassVar[tuple[str, ...]] = ()
     attacks: ClassVar[tuple[str, ...]]
     shown_as: ClassVar[Literal["image", "text"]]

@@ -41,7 +41,7 @@ class ImageModality(Modality):
         "mse_augmented": Measured("MSE to what was trained on (lower leaks more)", **DISTANCE, digits=None),
     }
     baselines: ClassVar = {name: name for name in ("mean_image", "class_mean_image", "random_image")}
-    told_labels = ("class_mean_image",)
+    given_labels = ("class_mean_image",)
     limits = ("bayes_limit", "candidate_bound")
     attacks = (IMAGE_ATTACKS, DECODERS)
     shown_as = "image"

@@ -13,7 +13,7 @@ from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import guarded, other_sizes, participation
 from fedgauge.server.views.privacy import canaries
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.cli.options import tell
@@ -68,7 +68,7 @@ def wide_console() -> Console:
     return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=160)
 
 
-def _problems(reading: Reading) -> list[str]:
+def _problems(reading: RunSnapshot) -> list[str]:
     """Return doubts about the figures, failures, and the next step."""
     ledger = reading.ledger
     sizes = other_sizes(ledger, reading.tables["data"].get("batch_size", 1))
@@ -77,7 +77,7 @@ def _problems(reading: Reading) -> list[str]:
     return [*doubts, *filter(None, (*failures, next_step(reading.run, ledger)))]
 
 
-def _print_results(reading: Reading) -> None:
+def _print_results(reading: RunSnapshot) -> None:
     """Print the table of scores, failures, and what to do next."""
     console = wide_console()
     ledger, meta = reading.ledger, reading.meta

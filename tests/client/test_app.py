@@ -98,7 +98,7 @@ def test_clients_rounds_and_seeds_give_different_updates() -> None:
 @pytest.mark.parametrize(("chain", "examples", "alike"), [
     ([SGD], None, False), ([SGD], False, True), (PRIVATE, None, True), (PRIVATE, True, False),
 ])  # fmt: skip
-def test_beside_noise_after_a_clip_a_guard_says_the_same_whatever_the_examples_are(
+def test_next_to_noise_after_a_clip_a_guard_says_the_same_whatever_the_examples_are(
     chain: list[dict[str, Any]], examples: bool | None, alike: bool
 ) -> None:
     asked = {} if examples is None else {"examples": examples}

@@ -176,7 +176,7 @@ def test_an_autoencoder_has_no_label_and_its_input_is_read_exactly() -> None:
         assert rows["psnr"] > 60 and "label_accuracy" not in rows
 
 
-def test_findings_of_several_examples_are_optimised_and_scored_beside_a_guess() -> None:
+def test_findings_of_several_examples_are_optimised_and_scored_next_to_a_guess() -> None:
     fed = built({"use": f"{HERE}:findings"}, {"use": "dense"}, "binary_cross_entropy", batch_size=2)
     with pytest.raises(NotRestored):
         restored(fed)

@@ -12,7 +12,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.run_summary import print_summary
@@ -42,7 +42,7 @@ def run(
 
 
 def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         told, found = in_json(overview(reading)), verdict_of(reading)
     curves = {figure["metric"]: figure["series"] for figure in told["over_rounds"]}
     member = {series["name"]: series for series in curves["membership"]}
@@ -56,7 +56,7 @@ def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
     }
     assert member["membership"]["x"] == [1, 2] and min(member["membership"]["mean"]) > 0.8
     assert member["membership_limit"]["role"] == "limit"
-    assert {series["name"] for series in curves["held_membership"]} >= {"membership_over_rounds"}
+    assert {series["name"] for series in curves["dataset_membership"]} >= {"membership_over_rounds"}
     assert "membership" not in {series["name"] for series in curves["psnr"]}
     rows = {tuple(row[:2]) for row in told["membership_table"]["rows"]}
     assert ("Batch membership", "membership") in rows
@@ -83,7 +83,7 @@ def test_report_export_figures_and_terminal_have_both(
     table = io.StringIO()
     write_csv(run, table)
     lines = table.getvalue().splitlines()
-    for metric in ("membership", "membership_at_1_percent", "held_membership", "psnr"):
+    for metric in ("membership", "membership_at_1_percent", "dataset_membership", "psnr"):
         assert any(f",{metric}," in line for line in lines), metric
     assert any("membership" in path.name for path in write_figures([run], tmp_path)[0])
     pictured = "".join(text.get_text() for axes in figures(run)["gallery"].figure.axes for text in axes.texts)

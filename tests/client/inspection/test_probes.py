@@ -108,7 +108,7 @@ def test_units_that_learn_from_one_example_each_are_isolated() -> None:
     assert found.score == 1
 
 
-def test_a_loss_that_leaps_is_told_in_numbers() -> None:
+def test_a_loss_that_leaps_is_reported_in_numbers() -> None:
     params = detached_params(network())
     altered = with_(params, p3_weight=1e3 * params["3.weight"])
     model = network()

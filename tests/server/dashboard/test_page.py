@@ -21,7 +21,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import png
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.result_commands import leading_to
 from fedgauge.simulations.reports.report import write_report
@@ -136,7 +136,7 @@ def test_a_finished_run_opens_with_its_numbers(watched: Watched, address: str, f
     with Run(folder / "first").ledger() as ledger:
         scores = scores_of(ledger)
         (leak,) = [k for k in leakage(scores, "psnr") if k.round is None and k.attack == "inverting_gradients"]
-    with closing(Reading(Run(folder / "first"))) as reading, reading.now():
+    with closing(RunSnapshot(Run(folder / "first"))) as reading, reading.now():
         expect(page.locator(".verdict p")).to_have_text(list(verdict_of(reading).sentences))
     expect(page.locator(".verdict + .worst .card img").first).to_be_visible()
     expect(page.locator(".worst .card")).to_have_count(3)

@@ -28,7 +28,7 @@ def test_what_waits_and_what_was_at_work_are_parked_together(taped: Run, capsys:
     assert "parked" not in capsys.readouterr().out
 
 
-def test_what_attacks_say_of_themselves_is_told_once_each(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_attacks_say_of_themselves_is_reported_once_each(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with taped.ledger() as ledger:
         while (lease := ledger.lease()) is not None:
             rows = {
