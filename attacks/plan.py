@@ -320,7 +320,7 @@ def modalities_of(use: str) -> list[type[Modality]]:
 
 
 def describe(value: Any) -> str:
-    """Write a component table on one line, for tables and knowledge cards.
+    """Write a component table on one line, for tables and threat-model cards.
 
     Example:
         >>> describe({"use": "clip", "max_norm": 1.0, "each": True})

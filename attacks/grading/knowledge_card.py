@@ -1,4 +1,4 @@
-"""Knowledge cards: an attack's threat model in one sentence, shown with its scores."""
+"""Threat-model cards: an attack's threat model in one sentence, shown with its scores."""
 
 from functools import lru_cache
 

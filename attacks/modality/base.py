@@ -165,11 +165,11 @@ class Modality(ABC):
         return {}
 
     def condition(self, lengths: str) -> str:
-        """Return further knowledge of the examples for the knowledge card; empty if there is none."""
+        """Return further knowledge of the examples for the threat-model card; empty if there is none."""
         return ""
 
     def auxiliary(self, chosen: Auxiliary, size: int) -> str:
-        """The attacker's public examples, for its knowledge card."""
+        """The attacker's public examples, for its threat-model card."""
         return f"{size} auxiliary {self.main.private}s of the same distribution"
 
     def headings(self) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def _with_known_pull(seen: Observation, ledger: Ledger, read: Callable[[int, str
         row = own.get(round)
         if row is None or row["status"] != "accepted" or not row["digest"]:
             raise TapeError(
-                f"client {seen.client}'s control variate of round {seen.round} is unknown: the tape lacks round {round}"
+                f"client {seen.client}'s control variate of round {seen.round} is unknown: round {round} was not recorded"
             )
         now = read(round, row["digest"])
         correction, before = _next_correction(before, correction, now), now

@@ -55,7 +55,7 @@ def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
         at_work = reading.state in ("training", "attacking")
         yield Notice(f"{jobs.words}.") if at_work else Notice(f"{jobs.words}. Continue with:", again)
     elif not jobs.progress.total and any(o["digest"] for o in reading.observations):
-        yield Notice("The tape has updates, but no attack is planned for them. Attack them with:", again)
+        yield Notice("Updates were recorded, but no attack is planned for them. Attack them with:", again)
     if words := reading.plan_coverage.words:
         yield Notice(f"{words}.")
     if words := failure(ledger):

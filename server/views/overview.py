@@ -1,4 +1,4 @@
-"""The overview: verdict, progress, accuracy and leakage over rounds, notices, and knowledge cards."""
+"""The overview: verdict, progress, accuracy and leakage over rounds, notices, and threat-model cards."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -170,12 +170,12 @@ def limit(reading: RunSnapshot) -> str:
 
 
 def _parts(row: Any) -> list[str]:
-    """Return the parts of an attack's knowledge card."""
+    """Return the parts of an attack's threat-model card."""
     return [*row["agreed"].split(SEPARATOR), *filter(None, (row["training"], row["grading"]))]
 
 
 def _cards(reading: RunSnapshot) -> list[KnowledgeCard]:
-    """Return the knowledge card of each attack; baselines and limits last."""
+    """Return the threat-model card of each attack; baselines and limits last."""
     planned, cards = reading.ledger.planned(), []
     for row in reading.attacks:
         name = row["name"]

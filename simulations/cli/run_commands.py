@@ -124,7 +124,7 @@ def audit(options: argparse.Namespace) -> int:
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
                 raise LedgerError(
-                    f"{run.folder} has no updates on its tape: none was accepted, [audit] curious = false, or [tape] keep or "
+                    f"{run.folder} has no recorded updates: none was accepted, [audit] curious = false, or [tape] keep or "
                     "fedgauge prune have deleted them"
                 )
             refuse_misfit(scenario.federation, str(run.folder / "scenario.toml"))
@@ -205,7 +205,7 @@ def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], conso
     with run.lock("audit"):  # no service may be at work on them
         statuses = {"failed", *get_args(Status)} if "all" in kinds else {kind.replace("-", "_") for kind in kinds}
         again, gone = ledger.retry_ended(statuses, scenario.plan.wave)
-    lost = f"; {gone} cannot be: their updates are no longer on the tape" if gone else ""
+    lost = f"; {gone} cannot be: their updates are deleted" if gone else ""
     console.print(f"fedgauge: {again} attacks ({' or '.join(kinds)}) are tried again{lost}")
 
 

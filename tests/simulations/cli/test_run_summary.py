@@ -80,7 +80,7 @@ def test_what_is_left_to_do_is_said_in_every_phase(tmp_path: Path, capsys: pytes
         ledger.mark_deleted(2)
     assert left() == ""
     assert main(["audit", str(run.folder)]) == 2
-    assert "no updates on its tape" in capsys.readouterr().err
+    assert "no recorded updates" in capsys.readouterr().err
 
 
 def test_the_end_of_a_deployment_says_who_was_missing_and_how_to_be_graded(
