@@ -43,7 +43,7 @@ class StochasticLayer(nn.Module):
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """In eval mode; afterwards each layer is in its own mode again."""
+    """Put the model into eval mode; afterwards restore each layer's mode."""
     training = [m for m in model.modules() if m.training]
     model.eval()
     try:

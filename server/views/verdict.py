@@ -218,7 +218,7 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         yield f"{e.identified} {by.private}s are identified{beyond}"
     elif e.exposed:
-        yield f"{e.exposed} of them come back {by.beyond}"
+        yield f"{e.exposed} of them are reconstructed {by.beyond}"
     if limit is not None:
         yield f"no attack's mean error is below that of {decibel(limit)} dB"
 

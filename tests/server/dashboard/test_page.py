@@ -294,7 +294,7 @@ def test_rows_appear_without_reload(
     with serving(training.folder.parent, seen_by=watched) as address:
         page = watched.open(f"{address}/run/working")
         expect(page.locator("#live")).to_have_text("live")
-        expect(page.get_by_text("No attack has given a score yet; they appear")).to_be_visible()
+        expect(page.get_by_text("There are no scores yet; they will appear")).to_be_visible()
         page.evaluate("window.same = true")
         page.get_by_text("Scenario", exact=True).click()
         page.get_by_text("Scenario", exact=True).focus()
