@@ -55,7 +55,7 @@ class Measured:
 
     @property
     def complete(self) -> float:
-        """The value of an example that came back whole: the most that a mean counts; where nothing is capped, all that there is."""
+        """The value of a perfect reconstruction: the cap of a mean, or the largest possible value."""
         return self.ceiling if self.cap is None else self.cap
 
     def came_back_whole(self, value: float) -> bool:

@@ -44,7 +44,7 @@ def add_to(commands: Commands) -> None:
     again.add_argument("--clients", type=numbers, metavar="0,1", help="with --attack: which clients")
     text = "try these again, after their cause is mended, or all after the run's scenario.toml was changed (repeatable)"
     again.add_argument("--retry", action="append", choices=("failed", "not-applicable", "all"), default=[], help=text)
-    text = "grade what came back by the clients' own examples: a folder of files"
+    text = "grade reconstructions against the clients' own examples: a folder of files"
     again.add_argument("--truth", metavar="FOLDER|'NAME KEY=VALUE ...'", help=text)
     again.add_argument("--devices", metavar="cuda:0,cuda:1", help="instead of the scenario's; auto, cpu, cuda or names")
     flag(again, "--force", "attack although the replay check fails")

@@ -84,7 +84,7 @@ function overviewView(overview, { state }) {
   ];
 }
 
-/** The private examples that came back best, with a way to all of them. */
+/** The best-reconstructed private examples, with a way to all of them. */
 function worstCases({ worst, kind, name, measure }) {
   const all = link(address(name, "/gallery?round=all"), "All in the gallery");
   return bestBack(worst, kind, measure.private, all);
