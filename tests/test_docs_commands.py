@@ -74,10 +74,10 @@ def test_a_command_that_is_not_run_here_is_in_the_test_that_is_named(start: str)
 
 
 def test_flowers_own_command_can_be_given() -> None:
-    page = (ROOT / "docs/deploy.md").read_text().replace("\\\n", "")
+    page = "\n".join(page.read_text() for page in PAGES).replace("\\\n", "")
     parser = importlib.import_module("flwr.supernode.cli.flower_supernode")._parse_args_run_supernode()
     lines = re.findall(r"flower-supernode (--.*)$", page, re.MULTILINE)
-    assert len(lines) == 2 and all(parser.parse_args(shlex.split(line)).superlink for line in lines)
+    assert lines and all(parser.parse_args(shlex.split(line)).superlink for line in lines)
 
 
 @pytest.mark.full
