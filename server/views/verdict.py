@@ -213,7 +213,7 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
         apart = f"95 % interval of the difference {ends} from {many(e.clusters, 'client')}"
     budget, all_of = reading.ledger.planned()[e.attack].budget, f"over {e.n} {by.private}s"
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
-    yield f"its hardest baseline ({e.baseline}) {in_unit(e.floor, by)} ({apart})"
+    yield f"its hardest baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         yield f"{e.identified} {by.private}s are identified{beyond}"
