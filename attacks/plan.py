@@ -138,7 +138,7 @@ class PlannedAttack:
             return ""
 
     @property
-    def tells_members(self) -> bool:
+    def tests_membership(self) -> bool:
         """Return whether it tests membership in a batch or in a client's dataset."""
         return self.metric in (MEMBER, HELD) and not self.is_limit
 
@@ -242,15 +242,15 @@ class AttackPlan(Checked):
                 dataclasses.replace(p, tune="shadow") if "tune" not in t and p.build().tunes else p
                 for p, t in zip(planned, tables, strict=True)
             ]
-        tells_members = any(p.tells_members for p in planned)
+        tests_membership = any(p.tests_membership for p in planned)
         planned += [
-            PlannedAttack(n, {"use": use}, Budget(1), "given" if n in modality.told_labels else "restored")
+            PlannedAttack(n, {"use": use}, Budget(1), "given" if n in modality.given_labels else "restored")
             for n, use in modality.baselines.items()
         ]
-        if tells_members:
+        if tests_membership:
             planned += [PlannedAttack(n, {"use": "membership", "score": n}, Budget(1)) for n in GUESSES]
         planned += [
-            PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if tells_members or LIMITS[n]().metric != MEMBER
+            PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if tests_membership or LIMITS[n]().metric != MEMBER
         ]
         if canaries is not None:
             planned.append(PlannedAttack(CANARIES, {"use": CANARIES, **canaries}, Budget(1)))
@@ -318,7 +318,7 @@ def modalities_of(use: str) -> list[type[Modality]]:
 
 
 def describe(value: Any) -> str:
-    """Write a component table on one line, for tables and knowledge cards.
+    """Write a component table on one line, for tables and threat-model cards.
 
     Example:
         >>> describe({"use": "clip", "max_norm": 1.0, "each": True})

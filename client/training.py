@@ -43,7 +43,7 @@ class StochasticLayer(nn.Module):
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """In eval mode; afterwards each layer is in its own mode again."""
+    """Put the model into eval mode; afterwards restore each layer's mode."""
     training = [m for m in model.modules() if m.training]
     model.eval()
     try:
@@ -207,7 +207,7 @@ class local_sgd(Link):
 
     @property
     def plain(self) -> bool:
-        """Check that each step is one rate times the gradient of the next slice, plus the proximal pull."""
+        """Check that each step is one rate times the gradient of the next slice, plus the proximal proximal."""
         return True
 
     @property
@@ -282,8 +282,8 @@ class local_sgd(Link):
                 if self.accumulated > 1:
                     g = {k: sum((other[k] for other in found[1:]), t) / self.accumulated for k, t in g.items()}
                 if self.proximal_mu and change:
-                    pull = self.proximal_mu * len(parts) / self.accumulated
-                    g = {k: t + pull * change[k] for k, t in g.items()}
+                    proximal = self.proximal_mu * len(parts) / self.accumulated
+                    g = {k: t + proximal * change[k] for k, t in g.items()}
                 rate = self.rate_at(step)
                 moved = self.direction(g, here, memory, step)
                 change = {k: change[k] - rate * t if change else -rate * t for k, t in moved.items()}

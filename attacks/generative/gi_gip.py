@@ -101,7 +101,9 @@ class GeneratorSearch(Attack):
             found.append(Reconstruction(x, labels[k], float(objectives[best]), done, seconds, status, reason))
         return found
 
-    def pull(self, problems: Problems, rows: Tensor, x: Tensor, z: Tensor | None, leaves: Sequence[Tensor]) -> Tensor:
+    def objective(
+        self, problems: Problems, rows: Tensor, x: Tensor, z: Tensor | None, leaves: Sequence[Tensor]
+    ) -> Tensor:
         """The objectives (n,) of images x (n, B, C, H, W); their slopes, with those of the latents' density, are left in leaves.
 
         Args:
@@ -124,7 +126,7 @@ class GeneratorSearch(Attack):
         while spent < iterations and not clock.over():
             with torch.enable_grad():
                 leaves, x, latents = steps.send(value)
-                value = self.pull(problems, rows, x, latents, leaves)
+                value = self.objective(problems, rows, x, latents, leaves)
             better = value < lowest
             lowest = torch.where(better, value, lowest)
             best = torch.where(better.view(-1, 1, 1, 1, 1), x.detach(), best)

@@ -69,7 +69,7 @@ class Auxiliary(Checked):
         return order[:count]
 
     def __str__(self) -> str:
-        """For the knowledge card, after the number of images."""
+        """For the threat-model card, after the number of images."""
         words = "auxiliary images of the same distribution"
         if self.classes:
             words = f"auxiliary images, {1 - self.beta:.0%} of them of classes {', '.join(map(str, self.classes))}"

@@ -64,7 +64,7 @@ class separate_models(ServerAttack):
 def _check_separable(known: Knowledge) -> None:
     """ValueError where examples share sub-networks."""
     if not isinstance(known.model, SeparateNetworks):
-        raise ValueError("all examples share one network: the model needs the architecture separate")
+        raise ValueError("all examples share one network: the attack needs one network for each example")
     each, size = any(map(is_per_example, known.chain.links)), known.batch_size
     if each or not known.chain.local.plain or known.chain.slice_of(size) < size:
         raise ValueError("examples are kept apart by plain steps of the whole batch, and the clients take others")

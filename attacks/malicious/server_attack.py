@@ -95,7 +95,7 @@ def classifier_only(seen: Observation, known: Knowledge) -> Observation:
     params, update = (
         {k: t for k, t in part.items() if k.startswith(f"{name}.")} for part in (seen.params, seen.update)
     )
-    return replace(seen, params=params, update=update, buffers={}, pull={}, returned={})
+    return replace(seen, params=params, update=update, buffers={}, correction={}, returned={})
 
 
 def check_one_gradient(known: Knowledge) -> None:

@@ -30,7 +30,7 @@ def _layer(known: Knowledge) -> str:
     """The fully connected layer with bias and ReLU that reads the image itself; ValueError where there is none."""
     layer = dense_input_layer(known.model, known.shape)
     if not layer.relu:
-        raise ValueError(f"no ReLU follows layer {layer.name!r}: every image is in every row")
+        raise ValueError(f"no ReLU follows layer {layer.name!r}, so its rows cannot separate images")
     return layer.name
 
 

@@ -253,7 +253,7 @@ class dager(SentenceReader):
             try:
                 spans = self._span(verifier, block, maps, positions, rng)
                 if isinstance(spans, PartialSpan):
-                    raise Unreadable(f"the gradient of attention block {block + 1} spans a part of its inputs only")
+                    raise Unreadable(f"the gradient of attention block {block + 1} spans only a part of its inputs")
                 return SentenceJudge(verifier, spans, block, positions)
             except Unreadable as why:
                 reasons.append(why)

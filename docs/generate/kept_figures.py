@@ -22,7 +22,6 @@ Row = dict[str, Any]
 
 PAPERS = Path(__file__).parents[2] / "simulations" / "papers"
 MARKED = re.compile(r"<!-- (figures|computed): ([^>]+) -->\n.*?<!-- end -->", re.DOTALL)
-METRICS: Mapping[str, str] = {"told at 1 %": "TPR at 1 % FPR", "area": "AUC"}  # of the kept files, as a page shows them
 ATTACKS: Mapping[str, str] = {"alone": "no pseudo-images"}
 CELLS: Mapping[str, str] = {
     "alone": "the target's update only",
@@ -141,7 +140,7 @@ def _layout(options: Mapping[str, str]) -> tuple[Callable[[Row], str], Callable[
 
     def column(row: Row) -> tuple[str, str, str]:
         cell = _cell(row["cell"]) if rows == "attack" else row["cell"].rpartition(", ")[2] if split else ""
-        return cell, "" if rows != "cell" else _attack(row), METRICS.get(row["metric"], row["metric"])
+        return cell, "" if rows != "cell" else _attack(row), row["metric"]
 
     return line, column
 

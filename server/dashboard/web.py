@@ -29,7 +29,7 @@ from fedgauge.server.views.compare import compare
 from fedgauge.server.views.gallery import Gallery, Page
 from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import Reading, viewed
+from fedgauge.server.views.reading import RunSnapshot, viewed
 from fedgauge.server.views.tables import in_json
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -125,7 +125,7 @@ def _routes() -> list[Route | Mount]:
 Asked = Mapping[str, Any]  # the query's parameters as text, and those in the address
 
 
-def _view(make: Callable[[Reading, Asked], Any]) -> Callable[[Request], Any]:
+def _view(make: Callable[[RunSnapshot, Asked], Any]) -> Callable[[Request], Any]:
     """Wrap a view of a run, with the run's state."""
 
     async def answer(request: Request) -> Response:
@@ -141,14 +141,14 @@ def _view(make: Callable[[Reading, Asked], Any]) -> Callable[[Request], Any]:
 
 
 @viewed
-def _overview(reading: Reading) -> Any:
+def _overview(reading: RunSnapshot) -> Any:
     return in_json(overview(reading))
 
 
 _gallery_of = viewed(Gallery)
 
 
-def _gallery(reading: Reading, asked: Asked) -> Page:
+def _gallery(reading: RunSnapshot, asked: Asked) -> Page:
     gallery = _gallery_of(reading)
     who, offset = (_number(asked, key) if key in asked else None for key in ("client", "offset"))
     round = gallery.rounds[-1] if gallery.rounds else None
@@ -157,7 +157,7 @@ def _gallery(reading: Reading, asked: Asked) -> Page:
     return gallery.page(round, who, offset or 0)
 
 
-def _clients(reading: Reading, asked: Asked) -> Any:
+def _clients(reading: RunSnapshot, asked: Asked) -> Any:
     return clients(reading, _one_of(asked, "metric", tuple(MEASURED), reading.scores.measure.metric))
 
 

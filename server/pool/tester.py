@@ -125,7 +125,7 @@ def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[in
 
 
 def _grade(run: Run, ledger: Ledger, grader: Grader, job: Ungraded, found: Found, assumed: int) -> str | None:
-    """Write one job's scores, or take those of an earlier truth back; returns why not, None if nothing came back.
+    """Write one job's scores, or remove those of an earlier truth; return why not, or None without a reconstruction.
 
     Args:
         assumed: how many examples the attack took the client to have.

@@ -23,7 +23,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import LedgerError
 from fedgauge.server.store.tape import TapeError
 from fedgauge.server.views.formatting import in_unit, status_words
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 
@@ -107,7 +107,7 @@ class Page:
 class Gallery:
     """Gallery of a run."""
 
-    reading: Reading
+    reading: RunSnapshot
 
     @cached_property
     def attacks(self) -> list[str]:

@@ -14,7 +14,7 @@ from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on
 from fedgauge.server.views.participation import guarded, participation
 from fedgauge.server.views.privacy import canaries
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.cli.options import tell
@@ -49,7 +49,7 @@ def wide_console() -> Console:
     return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=160)
 
 
-def _print_results(reading: Reading, noted: list[str]) -> None:
+def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
     """Print the table of scores, what is known of them, and the notices."""
     console = wide_console()
     ledger, meta = reading.ledger, reading.meta

@@ -167,6 +167,6 @@ def _attacked(cell: Setting, name: str, table: Table) -> Setting:
     spec.build()
     # nothing is known of what data a user's own module reconstructs
     own, others = (modalities_of(str(of.table["use"])) for of in (spec, like))
-    of_alike_data = spec.tells_members or not own or not others or any(modality in others for modality in own)
-    fits = spec.tells_members == like.tells_members and of_alike_data
+    of_alike_data = spec.tests_membership or not own or not others or any(modality in others for modality in own)
+    fits = spec.tests_membership == like.tests_membership and of_alike_data
     return replace(cell, attacks=(*cell.attacks, spec)) if fits else cell

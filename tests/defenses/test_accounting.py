@@ -439,7 +439,7 @@ LOCAL = {"use": "local_sgd", "rate": 0.1}
 MLP = {"use": "mlp", "hidden": [4]}
 
 
-def test_the_client_that_took_part_most_is_told(make_federation: Make) -> None:
+def test_the_client_that_took_part_most_is_reported(make_federation: Make) -> None:
     fed = make_federation(data={"batch_size": 8}, model=MLP, chain=[DP, LOCAL])
     shards = [len(mine) for mine in fed.shards.indices]
     each = [Accountant.of(fed).spent(n, shard) for n, shard in zip((3, 11), shards, strict=True)]

@@ -23,7 +23,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.figures import rounds_figures
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.privacy import CanaryEstimate, Estimate, _accounted, canaries, canary_estimate, canary_words
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.cli.run_summary import print_summary
@@ -158,7 +158,7 @@ def test_no_records_epsilon_is_computed_for_a_client(tmp_path: Path, monkeypatch
     monkeypatch.setattr("fedgauge.defenses.accounting.sampled_epsilon", lambda *args: pytest.fail("computed"))
     accountant = Accountant.of(scenario_of().federation)
     assert accountant.spent_of_client(7) == accountant.spent(7, accountant.batch_size).client > 0
-    reading = Reading(taped(tmp_path / "run", scenario_of()))
+    reading = RunSnapshot(taped(tmp_path / "run", scenario_of()))
     with reading.now() as at:
         assert _accounted(at, 7) == accountant.spent_of_client(7)
 
@@ -195,7 +195,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_attacks_leave_canaries_alone_and_these_are_looked_at_in_every_round(run: Run) -> None:
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         scores = reading.scores
         told = in_json(overview(reading))
     looked_at = {
@@ -231,7 +231,7 @@ def test_a_deployments_server_reads_them_from_its_record(tmp_path: Path) -> None
     with made.ledger() as ledger:
         ledger.set_meta(mode="deployment")
     serve(made, LocalExecutor())
-    with closing(Reading(made)) as reading, reading.now():
+    with closing(RunSnapshot(made)) as reading, reading.now():
         told, chosen = canaries(reading), reading.scenario
         found = canary_estimate(reading.scores, DELTA, partial(_accounted, reading))
     assert found is not None and found.canaries == 3

@@ -20,7 +20,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.figures import rounds_figures
 from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.checks.preflight import preflight
@@ -62,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]
 
 
 def test_the_page_shows_every_number_and_the_verdict_counts_them(run: Run) -> None:
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         gallery = Gallery(reading)
         page, told, worst = in_json(gallery.page()), overview(reading), worst_cases(gallery, 3)
         found = verdict_of(reading)

@@ -69,7 +69,7 @@ def test_batches_behind_a_relu_are_read_off_with_their_labels(seed: int, size: i
     assert found.objective < 1e-4
 
 
-def test_more_examples_take_more_tries_and_too_few_are_told() -> None:
+def test_more_examples_take_more_tries_and_too_few_are_reported() -> None:
     batch = examples(1, 8)
     starved = attack(spear(), network(1, (400, 40)), batch, budget=Budget(1))
     assert starved.status == "out_of_budget" and starved.reason.startswith(("nothing was found", "not proven"))

@@ -179,7 +179,7 @@ def test_a_guard_by_which_examples_decide_does_not_go_with_an_epsilon(write: Wri
 
 
 @pytest.mark.parametrize(("chain", "sends"), [(NOISY, False), ([SGD], True)])
-def test_no_statistics_are_sent_beside_noise(write: Write, chain: list[Any], sends: bool) -> None:
+def test_no_statistics_are_sent_next_to_noise(write: Write, chain: list[Any], sends: bool) -> None:
     model = {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"}
     own = DeployedClient.of(OwnerConfig.load(write(chain=chain)), terms(model=model))
     assert own.sends_buffers is sends and privacy_statement(own, {1: 1}).record is None

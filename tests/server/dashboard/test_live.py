@@ -16,7 +16,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from tests.server.dashboard.pages import served, visitor
 from tests.small_runs import scores_of
 
@@ -25,7 +25,7 @@ def test_incremental_reading_equals_reading_at_once(
     make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = make_taped(tmp_path / "live", make_scenario())
-    reading = Reading(run)
+    reading = RunSnapshot(run)
     with run.ledger() as ledger:
         while (lease := ledger.lease()) is not None:
             rows = {
@@ -61,13 +61,13 @@ def test_deleted_rows_are_no_longer_shown(
     make_taped: Callable[..., Run],
     tmp_path: Path,
 ) -> None:
-    def shown(reading: Reading) -> tuple[object, ...]:
+    def shown(reading: RunSnapshot) -> tuple[object, ...]:
         with reading.now():
             who = (reading.rounds, reading.participation, reading.answered)
             return reading.version, reading.leakage("psnr"), *map(copy, who)
 
     run = make_taped(tmp_path / "live", make_scenario())
-    with run.ledger() as ledger, closing(Reading(run)) as reading:
+    with run.ledger() as ledger, closing(RunSnapshot(run)) as reading:
         while (lease := ledger.lease()) is not None:
             if lease.round == 2:
                 ledger.fail(lease, "gone")
@@ -76,7 +76,7 @@ def test_deleted_rows_are_no_longer_shown(
                 ledger.finish(lease, rows)
         before = shown(reading)
         delete(ledger)
-        with closing(Reading(run)) as another:
+        with closing(RunSnapshot(run)) as another:
             after = shown(another)
         assert shown(reading) == after != before
 

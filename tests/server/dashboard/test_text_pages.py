@@ -20,7 +20,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.figures import rounds_figures
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.leak_tables import rounds_table
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.reports.report import write_report
 from tests.server.dashboard.pages import Http
@@ -71,7 +71,7 @@ def run(
 
 
 def test_the_gallery_shows_sentences_with_their_words_marked(run: Run) -> None:
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         gallery = Gallery(reading)
         page = in_json(gallery.page())
         federation = reading.scenario.federation

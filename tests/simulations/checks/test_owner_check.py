@@ -147,7 +147,7 @@ def test_updates_of_several_chains_have_no_epsilon(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_privacy_is_told_to_an_owner_who_stops_or_begins_to_be_a_canary(tmp_path: Path, before: bool) -> None:
+def test_privacy_is_reported_to_an_owner_who_stops_or_begins_to_be_a_canary(tmp_path: Path, before: bool) -> None:
     path, state = write(tmp_path, canary=not before)
     canaries = {"canaries": {"clients": 2}} if before else {}
     state.keep_protocol(Protocol.from_tables({**SERVERS, "clients": 3, **canaries}).to_json())

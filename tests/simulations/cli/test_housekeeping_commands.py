@@ -46,7 +46,7 @@ def test_stop_ends_the_process_that_holds_the_lock(attacked: Run, capsys: pytest
     assert "stopped." in capsys.readouterr().out
 
 
-def test_a_damaged_run_is_listed_as_such_beside_the_others(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_is_listed_as_such_next_to_the_others(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
     runs = attacked.folder.parent
     for name, data in (("damaged", b"not a database, whatever its name says" * 100), ("emptied", b"")):
         (runs / name).mkdir()

@@ -29,7 +29,7 @@ def test_what_waits_and_what_was_at_work_are_parked_together(taped: Run, capsys:
     assert "Continue with" not in capsys.readouterr().out
 
 
-def test_what_attacks_say_of_themselves_is_told_once_each(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_attacks_say_of_themselves_is_reported_once_each(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with taped.ledger() as ledger:
         while (lease := ledger.lease()) is not None:
             rows = {
@@ -80,7 +80,7 @@ def test_what_is_left_to_do_is_said_in_every_phase(tmp_path: Path, capsys: pytes
         ledger.mark_deleted(2)
     assert left().strip() == ""
     assert main(["audit", str(run.folder)]) == 2
-    assert "no updates on its tape" in capsys.readouterr().err
+    assert "no recorded updates" in capsys.readouterr().err
 
 
 def test_the_end_of_a_deployment_says_who_was_missing_and_how_to_be_graded(

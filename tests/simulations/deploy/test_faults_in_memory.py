@@ -19,7 +19,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.privacy import Spending, spent_in
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.simulations.checks.owner_check import privacy
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
@@ -159,7 +159,7 @@ def epsilons(owners: list[Path], updates: int) -> list[float]:
 
 def page_epsilon(run: Run) -> float:
     """Of one record, as the page and the report show it."""
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         told = spent_in(reading).record
     assert isinstance(told, float)
     return told
@@ -169,7 +169,7 @@ def tells_what_clients_tell(run: Run, owners: list[Path], updates: int) -> None:
     """Page and export have the epsilon of the clients' own reports, of so many updates each."""
     spent = epsilons(owners, updates)
     assert page_epsilon(run) == pytest.approx(max(spent), rel=1e-3)
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         spending = Spending(reading.scenario, reading.ledger, reading.answered)
         assert spending.record(1, reading.scenario.protocol.rounds) == pytest.approx(spent[1], rel=1e-3)
 

@@ -83,7 +83,7 @@ def test_root_hands_the_folder_over_to_the_containers_user(tmp_path: Path) -> No
         (["--clients", "2", "--scenario", "no-such.toml"], "there is no such file"),
     ],
 )
-def test_a_mistake_is_told_with_exit_status_two(
+def test_a_mistake_is_reported_with_exit_status_two(
     tmp_path: Path, arguments: Sequence[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["deploy", "init", str(tmp_path / "federation"), *arguments]) == 2

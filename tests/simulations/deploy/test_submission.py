@@ -77,7 +77,7 @@ def test_an_answer_that_never_comes_is_a_failure_in_words(
         status(run, submitted)
 
 
-def test_a_run_that_failed_is_told_with_the_end_of_its_log(run: Run, answering: Answering) -> None:
+def test_a_run_that_failed_is_reported_with_the_end_of_its_log(run: Run, answering: Answering) -> None:
     submitted = answering("""echo '{"runs": [{"status": "finished:failed"}]}'""")
     with run.log("flower.log").open("a") as log:
         log.write("first\n" * 50 + "the last words\n")
