@@ -41,6 +41,7 @@ finish() {
   status=$?
   [ $status = 0 ] || { docker ps --all; for each in $(docker ps --all --quiet); do echo "== $each"; docker logs --tail 12 "$each" 2>&1; done; } || true
   docker ps --all --quiet | xargs --no-run-if-empty docker rm --force > /dev/null 2>&1 || true
+  docker network prune --force > /dev/null 2>&1 || true
   ! mountpoint --quiet "$WORK/checkout/federation/runs" || umount "$WORK/checkout/federation/runs" || true
   kill "$engine" 2> /dev/null && wait "$engine" 2> /dev/null || true
   echo "$forwarding" > /proc/sys/net/ipv4/ip_forward
@@ -228,6 +229,7 @@ several_hosts() {
   }
   host owner 198.51.100
   host stranger 203.0.113
+  sed -i 's/^mode = "off"/mode = "scores"/' federation/clients/*/client.toml # each owner agrees to grading
   mkdir -p "$WORK/owner/clients" && cp federation/tls/ca.crt federation/keys/client-0 "$WORK/owner" && cp -r federation/clients/0 "$WORK/owner/clients"
   rm federation/keys/client-0
   chown -R 10001:10001 "$WORK/owner"
