@@ -58,7 +58,7 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
     _keep_environment(run)
     with run.ledger() as ledger:
         main = modality_of(scenario.federation.shards.dataset).main
-        ledger.set_meta(rounds=str(scenario.protocol.rounds), **{MAIN_METRIC: main.metric})
+        ledger.set_meta(rounds=str(scenario.protocol.rounds), **{MAIN_METRIC: main.key})
         if mode == DEPLOYMENT:
             ledger.set_meta(mode=mode, **{OWN: "1"})
         if scenario.audit.curious:
@@ -79,7 +79,7 @@ def prepare_app(run: Run, ledger: Ledger, scenario: Scenario) -> Replies:
     check_deployable(scenario)
     if not (run.folder / "environment.json").exists():
         _keep_environment(run)
-    ledger.set_meta(**{MAIN_METRIC: modality_of(scenario.federation.shards.dataset).main.metric})
+    ledger.set_meta(**{MAIN_METRIC: modality_of(scenario.federation.shards.dataset).main.key})
     if scenario.tape.replies != "auto":
         ledger.set_meta(**{REPLIES: scenario.tape.replies})
     return replies_of(run, ledger)
