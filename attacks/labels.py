@@ -53,7 +53,7 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
     if isinstance(kind, NoLabel):
         none = kind.trial(len(wave) * known.batch_size, known.classes).to(wave.device)
         return none.view(len(wave), -1, *none.shape[1:])
-    if not is_cross_entropy(known.loss):
+    if not is_cross_entropy(known.loss) or type(kind) not in (LabelKind, Binary):
         outputs = outputs_of(known, wave.params, _classifier(known))
         if not like_two_logits(known, outputs):
             noisy = known.chain.update_distribution != UpdateDistribution()

@@ -73,7 +73,7 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         why = f"returns a {type(logits).__name__}{held}, expected only the logits (B, classes)"
         return Problem("no logits", "the model", why, "wrap it in a module that returns them")
     shape = tuple(logits.shape)
-    if len(shape) < 2 or len(logits) != len(x) or (outputs and shape != outputs):
+    if not shape or len(logits) != len(x) or (outputs and shape != outputs):
         why = f"returns logits of shape {shape} for a batch of {len(x)}, expected {outputs or '(B, classes)'}"
         return Problem("logits", "the model", why, "its factory is offered `shape` and `classes`")
     if not logits.isfinite().all():

@@ -197,7 +197,7 @@ def per_example_accuracy(logits: Tensor, y: Tensor, kind: LabelKind) -> Tensor:
     return (guess == y).double().sum(1) / (y != IGNORED).sum(1).clamp(min=1)
 
 
-LOSS = ComponentKind("a loss", ("fedgauge.losses",), Criterion, annotated=False, outside=(Criterion, nn.Module, Tensor))
+LOSS = ComponentKind("a loss", ("fedgauge.losses",), Criterion, False, (Criterion, nn.Module, Tensor), instances=True)
 CROSS_ENTROPY: Table = {"use": "cross_entropy"}
 
 
@@ -205,15 +205,20 @@ def named_loss(table: Table, where: str) -> Loss:
     """The loss that a table names, untried; for the plain cross-entropy, torch's own function.
 
     A user's loss is a function (outputs, labels, ...) with further arguments from the table, or a class with instances that take
-    outputs and labels. If its third parameter is called x, it also gets the network's input.
+    outputs and labels, or such an instance. If its third parameter is called x, it also gets the network's input.
 
     Raises:
         SpecError: it does not exist, or has other arguments.
     """
     target = resolve(table, where, LOSS)
     arguments = {k: v for k, v in table.items() if k != "use"}
-    if inspect.isclass(target):
-        loss: Loss = call(target, check_arguments(target, arguments, where), where)
+    if not inspect.isfunction(target):
+        if arguments and not inspect.isclass(target):
+            raise SpecError(
+                f"{where}: {table['use']!r} is built already, so it takes no argument {next(iter(arguments))!r}"
+            )
+        built = inspect.isclass(target)
+        loss: Loss = call(target, check_arguments(target, arguments, where), where) if built else target
         reads = list(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters)
     else:
         reads = list(inspect.signature(target).parameters)
