@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.data.images import by_channel
 from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.training import StochasticLayer, gradient
@@ -21,6 +22,7 @@ from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Loss, Params, Transform, Update, UpdateFn, average
 
 Stream = Callable[..., Generator]  # stream("start", restart): a separate generator for each purpose of one observation
+Streams = Sequence[Stream]  # one for each observation of a wave, in order
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
 ClientState = Mapping[str, Tensor]  # an attack's memory of one client between rounds, stored on disk
 
@@ -58,7 +60,13 @@ class Wave:
 
     @classmethod
     def stack(cls, observations: Sequence[Observation]) -> "Wave":
-        """Stack observations of one round with the same params."""
+        """Stack observations of one round with the same params.
+
+        Example:
+            >>> seen = [Observation(1, client, {"w": torch.zeros(3)}, {"w": torch.ones(3)}) for client in (0, 4)]
+            >>> Wave.stack(seen).update["w"].shape
+            torch.Size([2, 3])
+        """
         first = observations[0]
         stacked = {k: torch.stack([o.update[k] for o in observations]) for k in first.update}
         pulled = any(o.pull for o in observations)
@@ -114,7 +122,8 @@ class Knowledge:
         chain: the clients' chain, as the attacker believes it to be.
         shape: (C, H, W) of an image, (L,) of a sentence, (D,) of a row.
         classes, batch_size: as agreed in the federation.
-        mean, std: the per-channel normalisation in front of the model; empty for examples that are not images.
+        mean, std: the per-channel normalisation in front of the model; empty for sentences and rows.
+        low, high: the least and greatest value that an example may have, where there is a normalisation.
         labels: (K, B, ...) if the attacker is given them; None: it restores them.
         auxiliary: public examples of the same distribution, or None.
         loss: what the clients minimise: a mean over the batch.
@@ -122,6 +131,12 @@ class Knowledge:
         columns: of a table's rows; None for other examples.
         plain: differentiate by plain autograd and in loops, for a model that torch.func or vmap refuses.
         label_kind: one class, findings, numbers or none.
+
+    Example:
+        >>> from fedgauge.client.training import local_sgd
+        >>> local = Chain((local_sgd(rate=0.5, steps=4),))
+        >>> Knowledge(nn.Flatten(), local, (1, 2, 2), classes=4, batch_size=1, mean=(0.5,), std=(0.25,)).scale
+        2.0
     """
 
     model: nn.Module
@@ -131,6 +146,8 @@ class Knowledge:
     batch_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    low: float = field(default=0.0, kw_only=True)
+    high: float = field(default=1.0, kw_only=True)
     labels: Tensor | None = None
     auxiliary: Batch | None = None
     loss: Loss = F.cross_entropy
@@ -157,6 +174,13 @@ class Knowledge:
         if self.auxiliary is None:
             raise ValueError("the attacker has no auxiliary examples: set [data] auxiliary above 0")
         return self.auxiliary
+
+    def enough(self, least: int, remedy: str = "raise [data] auxiliary") -> Batch:
+        """The auxiliary examples; ValueError where they are fewer than these."""
+        count = 0 if self.auxiliary is None else len(self.auxiliary.y)
+        if count < least:
+            raise ValueError(f"it needs {least} auxiliary examples, and there are {count}: {remedy}")
+        return self.public
 
     def _chained(self, compute: UpdateFn) -> UpdateFn:
         return (in_loops(self.chain.mean) if self.plain else self.chain.mean)(compute)
@@ -192,6 +216,13 @@ class Knowledge:
             moved = replace(moved, text=replace(self.text, lengths=_moved(self.text.lengths, device)))
         return moved
 
+    def alone(self, k: int) -> "Knowledge":
+        """The same of only the k-th observation: its labels and lengths, if they are given."""
+        own, labels = self.text, None if self.labels is None else self.labels[k : k + 1]
+        if own is not None and own.lengths is not None:
+            own = replace(own, lengths=own.lengths[k : k + 1])
+        return replace(self, labels=labels, text=own)
+
     @property
     def scale(self) -> float:
         """Learning rate times local steps: update ~ -scale * gradient."""
@@ -213,12 +244,12 @@ class Knowledge:
 
     def examples(self, x: Tensor) -> Tensor:
         """Convert the network's inputs to examples: pixels in [0, 1], or rows with possible cells."""
-        return self.pixels(x).clamp(0, 1) if self.columns is None else self.columns.rows(self.columns.cells(x))
+        if self.columns is not None:
+            return self.columns.rows(self.columns.cells(x))
+        return self.pixels(x).clamp(self.low, self.high)
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        mean, std = (
-            torch.tensor(v, dtype=like.dtype, device=like.device).view(-1, 1, 1) for v in (self.mean, self.std)
-        )
+        mean, std = (by_channel(v, len(self.shape), like) for v in (self.mean, self.std))
         return mean, std
 
 
@@ -249,6 +280,10 @@ class Budget:
         iterations: gradient evaluations, at least 1.
         restarts: independent starts, at least 1; the attack's own objective chooses among them.
         seconds: of the whole wave, above 0; default: no limit.
+
+    Example:
+        >>> str(Budget(iterations=1000, restarts=2))
+        '1,000 iterations x 2 restarts'
     """
 
     iterations: int = 500
@@ -352,9 +387,7 @@ class Attack(ABC):
         return False
 
     @abstractmethod
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         """One reconstruction for each observation of the wave, in order.
 
         Args:
@@ -366,7 +399,7 @@ class Attack(ABC):
         return {}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         """`reconstruct`, and each client's new state; see StatefulAttack."""
         return self.reconstruct(wave, known, budget, streams), list(memories)
@@ -386,7 +419,7 @@ class StatefulAttack(Attack):
 
     @abstractmethod
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         """One reconstruction for each observation of the wave, and the new state of its client, in order.
 
@@ -394,9 +427,7 @@ class StatefulAttack(Attack):
             memories: each client's state after the attack on its last observation; read only.
         """
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         return self.advance(wave, known, budget, streams, [self.initial() for _ in wave.clients])[0]
 
 

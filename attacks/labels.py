@@ -25,7 +25,7 @@ from fedgauge.attacks.solved_labels import (
     outputs_of,
     solved,
 )
-from fedgauge.client.labels import Binary, Findings, LabelKind, NoLabel
+from fedgauge.client.labels import Binary, Findings, LabelKind, Mask, NoLabel
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy, is_mean
 from fedgauge.client.models.vision import layer_parameters
@@ -53,6 +53,10 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
     if isinstance(kind, NoLabel):
         none = kind.trial(len(wave) * known.batch_size, known.classes).to(wave.device)
         return none.view(len(wave), -1, *none.shape[1:])
+    if kind.public is not None and kind.public.dim() > 2:
+        raise NotRestored(f"labels of several dimensions are not restored; {OPTIMISED}")
+    if isinstance(kind, Mask):
+        raise NotRestored(f"a mask is not restored; {OPTIMISED}")
     if not is_cross_entropy(known.loss) or type(kind) not in (LabelKind, Binary):
         outputs = outputs_of(known, wave.params, _classifier(known))
         if not like_two_logits(known, outputs):
@@ -127,6 +131,17 @@ def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
     The bias gradient p_i - [i = y] is negative for the true class only. Without a bias, or if a defense dropped some of it,
     the weight gradient decides: by row sums for nonnegative features, else by the rows' norms, since |p_y - 1| is the sum
     of all other p_i.
+
+    Reference:
+        Zhao, Mopuri and Bilen, iDLG: improved deep leakage from gradients, 2020, arXiv 2001.02610.
+
+    Example:
+        >>> from fedgauge.client.chain import chain
+        >>> from fedgauge.client.training import local_sgd
+        >>> model = torch.nn.Linear(1, 3)
+        >>> known = Knowledge(model, chain(local_sgd(0.1)), (1,), classes=3, batch_size=1, mean=(), std=())
+        >>> idlg({"weight": torch.zeros(3, 1), "bias": torch.tensor([-0.02, 0.05, -0.03])}, {}, known)
+        tensor([1])
     """
     weight, bias = _gradient(update, known)
     if not _telling(weight, bias):

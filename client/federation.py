@@ -67,7 +67,14 @@ LOGITS = 2**24  # computed at once where a network is evaluated
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """A protocol with its data loaded and split, its model built, and its chain composed."""
+    """A protocol with its data loaded and split, its model built, and its chain composed.
+
+    Example:
+        >>> tables = {"rounds": 1, "clients": 4, "data": {"use": "mnist5k", "batch_size": 2}}
+        >>> tables |= {"model": {"use": "mlp"}, "chain": [{"use": "local_sgd", "rate": 0.1}]}
+        >>> Federation(Protocol.from_tables(tables)).batch_at(client=0, round=1).x.shape
+        torch.Size([2, 1, 28, 28])
+    """
 
     protocol: Protocol
 
@@ -83,6 +90,7 @@ class Federation:
             raise SpecError(f"[data]: {table['use']}: {type(error).__name__}: {error}") from error
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
         shards: Shards = call_checked(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
+        shards = replace(shards, dataset=dataset.in_units_of(shards.auxiliary))
         if each := self.protocol.canary_examples:
             planted = {"clients": self.protocol.canary_clients, "each": each, "coins": self.protocol.coins}
             shards = call(with_canary_examples, {"shards": shards, **planted}, "[canaries]")
@@ -122,7 +130,7 @@ class Federation:
             other = "cross_entropy" if data.labelled else "next_token"
             raise SpecError(f'[loss]: {table["use"]} does not fit [data]: set use = "{other}"')
         wrong: SpecError | None = None
-        if not data.y.is_floating_point() and not isinstance(loss, FittedLoss):
+        if (data.one_class or not data.labelled) and not isinstance(loss, FittedLoss):
             try:
                 return build_loss(table, "[loss]", data.classes), LabelKind(public.y)
             except SpecError as error:
@@ -371,7 +379,7 @@ class Federation:
                 x = dataset.normalise(x)
                 logits = functional_call(self.model, params, (x,))
                 right += float(per_example_accuracy(logits, y, self.label_kind).sum())
-                if is_cross_entropy(self.loss):
+                if is_cross_entropy(self.loss) and y.dim() == 1:
                     loss += float(F.cross_entropy(logits, y, reduction="sum"))
                 else:  # this loss is a mean over each part
                     loss += float(loss_of(self.loss, logits, y, x)) * len(y)

@@ -43,7 +43,12 @@ class _Noise(UpdateTransform):
 
 @dataclass(frozen=True)
 class identity(UpdateTransform):
-    """No defense: the unchanged update."""
+    """No defense: the unchanged update.
+
+    Example:
+        >>> identity().apply({"w": torch.tensor([0.5])}, None)
+        {'w': tensor([0.5000])}
+    """
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         return compute  # the very function, so that `is_identity` recognises it
@@ -138,7 +143,6 @@ class discrete(_Noise):
         def noisy(t: Tensor) -> Tensor:
             drawn = torch.from_numpy(draws(bits, t.numel())).reshape(t.shape).to(t.device)
             # in double precision sums of whole numbers are exact; rounding such a sum to t's precision reveals no more than it
-            found: Tensor = (((t.double() / step).round() + drawn) * step).to(t.dtype)
-            return found
+            return (((t.double() / step).round() + drawn) * step).to(t.dtype)
 
         return {k: noisy(t) for k, t in update.items()} if step else dict(update)

@@ -68,7 +68,12 @@ class _Joint(Distance):
 
 @dataclass(frozen=True)
 class cosine(_Joint):
-    """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4)."""
+    """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4).
+
+    Example:
+        >>> cosine()({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([1.0, 1.0])})  # 1 - 1 / sqrt 2
+        tensor(0.2929)
+    """
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         p = _total(products)
@@ -151,15 +156,6 @@ class rounding_likelihood(Distance):
 
 
 @dataclass(frozen=True)
-class absolute(Distance):
-    """|seen - expected|_1 / |seen|_1 (TAG's second term, normalised by the update's scale)."""
-
-    def __call__(self, seen: Update, expected: Update) -> Tensor:
-        total = torch.stack([t.abs().sum() for t in seen.values()]).sum()
-        return _magnitudes(seen, expected) / total.clamp_min(_TINY)
-
-
-@dataclass(frozen=True)
 class laplace_likelihood(Distance):
     """|seen - expected / shrink|_1 / b: additive Laplace noise of scale b."""
 
@@ -169,7 +165,8 @@ class laplace_likelihood(Distance):
     density = True
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
-        return _magnitudes(seen, _grown(expected, self.shrink)) / self.scale
+        grown = _grown(expected, self.shrink)
+        return torch.stack([(seen[k] - t).abs().sum() for k, t in grown.items()]).sum() / self.scale
 
 
 @dataclass(frozen=True)
@@ -316,7 +313,3 @@ def _difference(p: InnerProducts, shrink: float = 1.0) -> Tensor:
 
 def _grown(expected: Update, shrink: float) -> Update:
     return expected if shrink == 1 else {k: t / shrink for k, t in expected.items()}
-
-
-def _magnitudes(seen: Update, expected: Update) -> Tensor:
-    return torch.stack([(seen[k] - t).abs().sum() for k, t in expected.items()]).sum()

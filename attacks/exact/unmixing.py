@@ -20,18 +20,17 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Streams, Wave
 from fedgauge.attacks.engine.computation import InputLayer, called, dense_input_layer
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.exact.closed_form import EachByItself, Reader
 from fedgauge.attacks.exact.dictionary import SparseMixture
 from fedgauge.attacks.solved_labels import derivative
 from fedgauge.client.models.losses import is_mean, loss_of
 from fedgauge.client.update import Batch, Params, norm, relative_error
 
-PROVEN = (
-    1e-3  # error of a guess's update relative to what its faintest image contributes; below it, the guess is the batch
-)
+# error of a guess's update relative to what its faintest image contributes; below it, the guess is the batch
+PROVEN = 1e-3
 SILENT = 1e-4  # of a unit column's largest entry; smaller entries count as a ReLU that was off
 AT_ONCE = 4096  # sets of rows tried together
 GAUSSIAN = 0.37457  # mean of log cosh of a standard normal number
@@ -104,8 +103,7 @@ class _Mixture:
     def inputs(self, columns: Tensor) -> Tensor:
         """X (B, n), from columns of Q (B, B) of any length: the bias gradient is the sum of the error signals."""
         lengths = torch.linalg.solve(columns, self.left.T @ self.bias)
-        inputs: Tensor = torch.linalg.solve(columns * lengths, self.right)
-        return inputs
+        return torch.linalg.solve(columns * lengths, self.right)
 
 
 Guess = tuple[Tensor | None, int]  # columns of Q (B, B) of any length, None: none yet; and the iterations spent so far
@@ -124,7 +122,7 @@ class _Unmixing(EachByItself):
     ) -> Iterator[Guess]:
         """Guesses of Q, until the budget is spent; examples have this shape."""
 
-    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
         clock = Deadline(time.perf_counter(), budget.seconds)
         layer, local = dense_input_layer(known.model, known.shape), known.chain.local
         if local.adaptive if self.tolerant else not local.one_gradient:
@@ -233,9 +231,8 @@ def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
     drawn = torch.rand(count, len(rows), generator=rng).topk(size - 1, dim=1).indices
     # the direction orthogonal to B - 1 rows
     q: Tensor = torch.linalg.svd(rows[drawn], full_matrices=True).Vh[:, -1]
-    least = size + max(
-        2, len(rows) // 20
-    )  # more zeros than chance gives: those by construction, and a part of the layer
+    # more zeros than chance gives: those by construction, and a part of the layer
+    least = size + max(2, len(rows) // 20)
     return q[_silent(rows, q.T).sum(0) >= least].T
 
 

@@ -22,12 +22,12 @@ from fedgauge.attacks.base import (
     Knowledge,
     Reconstruction,
     StatefulAttack,
-    Stream,
+    Streams,
     Wave,
     not_applicable,
 )
 from fedgauge.attacks.engine.cache import digest
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.learned.refinement import refine
 from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
@@ -84,7 +84,7 @@ class learning_to_invert(StatefulAttack):
         return {"inverter": NOTHING.clone()}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         if self.architecture == "refined":
             linear = ridge_inversion(buckets=self.buckets, passes=self.passes)

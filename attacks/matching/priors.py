@@ -70,7 +70,7 @@ PRIOR = ComponentKind("a prior", ("fedgauge.priors",), Prior)
 
 @dataclass(frozen=True)
 class total_variation(Prior):
-    """Differences between neighbouring pixels.
+    """Differences between neighbours along each axis of an image, a window or a volume.
 
     Args:
         power: 1: the means of |dx| and |dy| (Inverting Gradients, eq. 4); 2: the sums of their squares over the pixels, as
@@ -84,10 +84,9 @@ class total_variation(Prior):
         return self._energy
 
     def _energy(self, x: Tensor) -> Tensor:
-        dx, dy = x[..., :, 1:] - x[..., :, :-1], x[..., 1:, :] - x[..., :-1, :]
-        if self.power == 2:
-            return dx.square().sum() + dy.square().sum()
-        return _mean(dx.abs()) + _mean(dy.abs())
+        steps = [x.diff(dim=axis) for axis in range(x.dim() - 1, 1, -1)]  # the last axis first: x, then y
+        parts = [d.square().sum() if self.power == 2 else _mean(d.abs()) for d in steps]
+        return torch.stack(parts).sum() if parts else x.new_zeros(())
 
 
 def _mean(differences: Tensor) -> Tensor:
@@ -142,10 +141,8 @@ class batch_statistics(Prior):
 
 def _estimated(known: Knowledge, params: Params, layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     """The mean, over batches of auxiliary images, of a batch's mean and variance at each use of these layers."""
-    batches = [some for some in known.public.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
-    if not batches:
-        remedy = 'raise [data] auxiliary, or set of = "running"'
-        raise ValueError(f"estimating statistics needs at least {known.batch_size} auxiliary images: {remedy}")
+    public = known.enough(known.batch_size, 'raise [data] auxiliary, or set of = "running"')
+    batches = [some for some in public.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
     with torch.no_grad():
         uses = zip(*(layer_inputs(known.model, params, layers, known.normalise(some)) for some in batches), strict=True)
         found = [zip(*(_moments(values) for _, values in use), strict=True) for use in uses]

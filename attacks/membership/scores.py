@@ -58,8 +58,7 @@ def matched_filter(scoring: Scoring) -> Tensor:
 def cosine(scoring: Scoring) -> Tensor:
     """The cosine of gradient and -update (Li et al., 2023)."""
     sizes = flattened(scoring.wave.update).double().norm(dim=1, keepdim=True)
-    found: Tensor = matched_filter(scoring) / sizes.clamp_min(TINY)
-    return found
+    return matched_filter(scoring) / sizes.clamp_min(TINY)
 
 
 def gradient_difference(scoring: Scoring) -> Tensor:
@@ -128,8 +127,9 @@ SCORES: Mapping[str, Score] = {
 
 
 def classes_of(batch: Batch) -> Tensor:
-    """(N,) int64: the label of each example; one for all where labels are the next tokens."""
-    return batch.y if batch.labelled else torch.zeros(len(batch.y), dtype=torch.int64)
+    """(N,) int64: the label of each example; one for all where it is no class."""
+    one_class = batch.y.dim() == 1 and not batch.y.is_floating_point()
+    return batch.y if one_class else torch.zeros(len(batch.y), dtype=torch.int64)
 
 
 def against_null(scores: Tensor, labels: Tensor, null: Tensor, null_labels: Tensor) -> Tensor:

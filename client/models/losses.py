@@ -26,7 +26,7 @@ from fedgauge.client.components import (
     own_line,
     resolve,
 )
-from fedgauge.client.labels import Findings, LabelKind, NoLabel, Numbers, label_kind
+from fedgauge.client.labels import Findings, LabelKind, Mask, NoLabel, Numbers, label_kind
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Loss
 
@@ -59,6 +59,10 @@ class cross_entropy(Criterion):
         label_smoothing: the part of the labels that is spread evenly over the classes, in [0, 1].
         weight: of each class, at least 0; the mean is weighted.
         reduction: mean, or sum over the examples.
+
+    Example:
+        >>> cross_entropy()(torch.zeros(1, 4), torch.tensor([2]))  # log 4
+        tensor(1.3863)
     """
 
     label_smoothing: float = 0.0
@@ -100,7 +104,12 @@ class focal(Criterion):
 
 @dataclass(frozen=True)
 class mean_squared_error(Criterion):
-    """(logits - y)^2 with y one-hot, averaged over classes and examples."""
+    """(logits - y)^2 with y one-hot, averaged over classes and examples.
+
+    Example:
+        >>> mean_squared_error()(torch.tensor([[1.0, 3.0]]), torch.tensor([0]))  # (0 + 9) / 2
+        tensor(4.5000)
+    """
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         # mse_loss has no forward derivative of its gradient
@@ -143,6 +152,10 @@ class binary_cross_entropy(Criterion):
     Args:
         pos_weight: of y = 1, for all outputs or for each, at least 0.
         reduction: mean, or sum over logits and examples.
+
+    Example:
+        >>> binary_cross_entropy()(torch.zeros(1, 1), torch.tensor([1]))  # log 2
+        tensor(0.6931)
     """
 
     pos_weight: Sequence[float] = (1.0,)
@@ -156,6 +169,24 @@ class binary_cross_entropy(Criterion):
 
 
 @dataclass(frozen=True)
+class reconstruction(Criterion):
+    """The error of outputs against the network's own input, as autoencoders minimise it, averaged over all values.
+
+    Args:
+        measure: (output - x)^2, or for outputs and inputs in [0, 1] the binary cross-entropy.
+    """
+
+    measure: Literal["squared_error", "cross_entropy"] = "squared_error"
+
+    def __call__(self, logits: Tensor, y: Tensor, x: Tensor | None = None) -> Tensor:
+        if x is None:
+            raise TypeError("a reconstruction loss reads the network's input")
+        if self.measure == "cross_entropy":
+            return F.binary_cross_entropy(logits, x.view_as(logits))
+        return (logits - x.view_as(logits)).square().mean()
+
+
+@dataclass(frozen=True)
 class next_token(Criterion):
     """-log softmax of each next word, averaged over a sentence's predicted words, then over sentences.
 
@@ -164,6 +195,10 @@ class next_token(Criterion):
     Args:
         mean: over a sentence's predicted words, then over sentences; or over all predicted words of the batch, as in the
             Trainer of the package transformers.
+
+    Example:
+        >>> next_token()(torch.zeros(1, 3, 8), torch.tensor([[5, 1, 2]]))  # log 8, for each of two words
+        tensor(2.0794)
     """
 
     mean: Literal["sentences", "words"] = "sentences"
@@ -191,7 +226,7 @@ def _target(logits: Tensor, y: Tensor) -> Tensor:
 
 def per_example_accuracy(logits: Tensor, y: Tensor, kind: LabelKind) -> Tensor:
     """The part of each example (B,) that the outputs predict correctly: its label, or its words."""
-    if y.dim() == 1 or y.is_floating_point():
+    if y.dim() == 1 or y.is_floating_point() or isinstance(kind, Mask):
         return kind.right(logits, y)
     guess, y = logits[:, :-1].argmax(-1), y[:, 1:]
     return (guess == y).double().sum(1) / (y != IGNORED).sum(1).clamp(min=1)
@@ -301,6 +336,9 @@ def fitted_loss(
         _check_kind(loss, kind, table, where, outputs, public, classes)
         plain = form == 0 and not isinstance(loss, FittedLoss)
         return loss if plain else form_of, kind(public, (outputs.detach(), y, x))
+    if label_kind(public, outputs, True) is Mask and outputs.shape[2:] != y.shape[y.dim() - outputs.dim() + 2 :]:
+        sizes = (" x ".join(map(str, size)) for size in (outputs.shape[2:], y.shape[y.dim() - outputs.dim() + 2 :]))
+        raise SpecError("[model]: the network returns masks of {}, and the labels in [data] have {}".format(*sizes))
     raise otherwise or SpecError(
         f"{where}: {table['use']!r} must take the network's outputs {tuple(outputs.shape)} and labels {tuple(y.shape)} of "
         f"{str(y.dtype).removeprefix('torch.')}, and return their finite, differentiable mean: {_said(problem)}"
@@ -386,10 +424,8 @@ def takes_probabilities(loss: Loss, classes: int, kind: LabelKind | None = None)
     if is_cross_entropy(loss):
         return True
     outputs, y, x = _probe(loss, classes, kind)
-    one_class = kind is None or type(kind) is LabelKind
     try:
-        whole = F.one_hot(y.clamp(min=0), classes) * (y != IGNORED)[..., None] if one_class else y
-        soft = loss_of(loss, outputs, whole.to(outputs), x)
+        soft = loss_of(loss, outputs, (kind or LabelKind()).soft(y, classes).to(outputs), x)
     except Exception:  # a user's function may raise anything for such labels
         return False
     return soft.dim() == 0 and _same(loss_of(loss, outputs, y, x), soft)
