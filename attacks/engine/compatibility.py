@@ -85,7 +85,9 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
     for (layer, outs), (_, others) in zip(ended, again, strict=False):
         if not all(map(_equal, outs, others)):
             why = "draws random numbers, and the attacker's differentiable update lacks its draws"
-            return Problem("draws", layer, why, "set its probability to 0, or put it in eval mode")
+            return Problem(
+                "draws", layer, why, "set its probability to 0, put it in eval mode, or let it return its mean"
+            )
     return None
 
 

@@ -99,6 +99,10 @@ def column(logits: Tensor, y: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, y.unsqueeze(1).float())
 
 
+def column_of_logits(logits: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits.squeeze(-1), y)
+
+
 def squared(output: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(output, y)
 
@@ -162,6 +166,7 @@ def test_a_users_loss_is_taken_and_the_label_of_one_example_restored(
     ("labels", "loss", "model", "word"),
     [
         ("classes", {"use": "both"}, {"use": f"{HERE}:Two"}, "it returns a tuple"),
+        ("number", {"use": "column_of_logits"}, {"outputs": 1}, "labels from 0 to 1"),
         ("int32", {"use": "plain"}, {}, "torch.int32"),
         ("classes", {"use": "weighted", "gamma": 1.0}, {}, "built already"),
         ("classes", {"use": "cross_entropy", "weight": [1, 2, 3]}, {}, "for all 4 classes"),
