@@ -241,8 +241,8 @@ def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
         weight, bias = torch.cat([-weight, weight]), None if bias is None else torch.cat([-bias, bias])
     if len(weight) != known.classes:
         raise ValueError(
-            f"the last fully connected layer, {layer!r}, has {len(weight)} outputs for {known.classes} classes:"
-            " label restoration needs a fully connected classifier"
+            f"the network is no classifier: its last fully connected layer, {layer!r}, has {len(weight)} outputs for "
+            f"{known.classes} classes"
         )
     return weight, None if bias is None else -_exact(bias)
 

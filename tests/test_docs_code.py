@@ -115,7 +115,6 @@ def test_every_kind_of_label_of_the_guide_is_restored_exactly_with_its_example(f
     ("use", "package"),
     [
         ("resnet", "torchvision"),
-        pytest.param("vit", "timm", marks=pytest.mark.full),
         pytest.param("Hugging", "transformers", marks=pytest.mark.full),
     ],
 )
