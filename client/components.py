@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
 
@@ -45,6 +45,7 @@ class ComponentKind:
         annotated: whether a function in a user's package needs that annotation too; otherwise `build` checks what it
             returned.
         outside: types that count for a class or function in such a package; default: this type.
+        instances: whether an object counts that is built already: of these types, partial, or of a class in such a package.
     """
 
     noun: str
@@ -52,16 +53,19 @@ class ComponentKind:
     type: type
     annotated: bool = True
     outside: _Types = ()
+    instances: bool = False
 
     def admits_outside(self, target: Any, packages: tuple[str, ...]) -> bool:
         """Check that an object of these packages is, or may build, a component of this kind."""
+        if self.instances and isinstance(target, (*self.outside, partial)):
+            return callable(target)
         # a package may have imported the object only: mine:os.system
         if not is_in(str(getattr(target, "__module__", "")), packages) or inspect.isabstract(target):
             return False
         if inspect.isclass(target):
             return issubclass(target, self.outside or self.type) and target is not self.type
         if not inspect.isfunction(target):
-            return False
+            return self.instances and callable(target)
         returned = _hints(target).get("return")
         if returned is None or returned is Any:
             return not self.annotated
@@ -324,6 +328,8 @@ def check_arguments(
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    if not inspect.isclass(target) and not inspect.isfunction(target):
+        return {}
     return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
 
 

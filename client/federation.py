@@ -141,6 +141,9 @@ class Federation:
                 outputs = self.model(x)
         except Exception as error:  # a user's network may raise anything
             raise wrong or SpecError(f"[model]: it fails on examples: {type(error).__name__}: {error}") from error
+        if not isinstance(outputs, torch.Tensor):
+            why = "one tensor of outputs, such as torch.cat of its parts, which [loss] splits"
+            raise SpecError(f"[model]: it returns a {type(outputs).__name__}: let it return {why}")
         return fitted_loss(loss, table, "[loss]", (outputs, some.y, x), public.y, data.classes, wrong)
 
     @cached_property
