@@ -59,7 +59,13 @@ class Wave:
 
     @classmethod
     def stack(cls, observations: Sequence[Observation]) -> "Wave":
-        """Stack observations of one round with the same params."""
+        """Stack observations of one round with the same params.
+
+        Example:
+            >>> seen = [Observation(1, client, {"w": torch.zeros(3)}, {"w": torch.ones(3)}) for client in (0, 4)]
+            >>> Wave.stack(seen).update["w"].shape
+            torch.Size([2, 3])
+        """
         first = observations[0]
         stacked = {k: torch.stack([o.update[k] for o in observations]) for k in first.update}
         pulled = any(o.pull for o in observations)
@@ -124,6 +130,12 @@ class Knowledge:
         columns: of a table's rows; None for other examples.
         plain: differentiate by plain autograd and in loops, for a model that torch.func or vmap refuses.
         label_kind: one class, findings, numbers or none.
+
+    Example:
+        >>> from fedgauge.client.training import local_sgd
+        >>> local = Chain((local_sgd(rate=0.5, steps=4),))
+        >>> Knowledge(nn.Flatten(), local, (1, 2, 2), classes=4, batch_size=1, mean=(0.5,), std=(0.25,)).scale
+        2.0
     """
 
     model: nn.Module
@@ -196,6 +208,13 @@ class Knowledge:
             moved = replace(moved, text=replace(self.text, lengths=_moved(self.text.lengths, device)))
         return moved
 
+    def alone(self, k: int) -> "Knowledge":
+        """The same of only the k-th observation: its labels and lengths, if they are given."""
+        own, labels = self.text, None if self.labels is None else self.labels[k : k + 1]
+        if own is not None and own.lengths is not None:
+            own = replace(own, lengths=own.lengths[k : k + 1])
+        return replace(self, labels=labels, text=own)
+
     @property
     def scale(self) -> float:
         """Learning rate times local steps: update ~ -scale * gradient."""
@@ -253,6 +272,10 @@ class Budget:
         iterations: gradient evaluations, at least 1.
         restarts: independent starts, at least 1; the attack's own objective chooses among them.
         seconds: of the whole wave, above 0; default: no limit.
+
+    Example:
+        >>> str(Budget(iterations=1000, restarts=2))
+        '1,000 iterations x 2 restarts'
     """
 
     iterations: int = 500

@@ -119,6 +119,17 @@ def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
     The bias gradient p_i - [i = y] is negative for the true class only. Without a bias, or if a defense dropped some of it,
     the weight gradient decides: by row sums for nonnegative features, else by the rows' norms, since |p_y - 1| is the sum
     of all other p_i.
+
+    Reference:
+        Zhao, Mopuri and Bilen, iDLG: improved deep leakage from gradients, 2020, arXiv 2001.02610.
+
+    Example:
+        >>> from fedgauge.client.chain import chain
+        >>> from fedgauge.client.training import local_sgd
+        >>> model = torch.nn.Linear(1, 3)
+        >>> known = Knowledge(model, chain(local_sgd(0.1)), (1,), classes=3, batch_size=1, mean=(), std=())
+        >>> idlg({"weight": torch.zeros(3, 1), "bias": torch.tensor([-0.02, 0.05, -0.03])}, {}, known)
+        tensor([1])
     """
     weight, bias = _gradient(update, known)
     if not _telling(weight, bias):

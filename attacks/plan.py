@@ -62,18 +62,22 @@ class PlannedAttack:
         table: the component table (use and its hyperparameters).
         budget: for each observation.
         labels: restored from the update, or given by the threat model.
-        defense: known (inverts the whole chain), unknown (assumes bare local training) or inferred (from the updates).
+        defense: known (inverts the whole chain) or unknown (assumes bare local training).
         auxiliary: its auxiliary images, the table `[attack.auxiliary]`; default: all.
         lengths: of sentences: hidden, or given by the threat model.
         tune: "shadow": in each round choose its prior on shadow updates of auxiliary images; also the default where the chain
             draws noise of a known density.
+
+    Example:
+        >>> PlannedAttack.from_table({"use": "dlg", "iterations": 300}, "[[attack]]").budget
+        Budget(iterations=300, restarts=1, seconds=None)
     """
 
     name: str
     table: Table
     budget: Budget = dataclasses.field(default_factory=Budget)
     labels: Literal["restored", "given"] = "restored"
-    defense: Literal["known", "unknown", "inferred"] = "known"
+    defense: Literal["known", "unknown"] = "known"
     auxiliary: Table | None = None
     lengths: Literal["hidden", "given"] = "hidden"
     tune: Literal["off", "shadow"] = "off"
@@ -198,6 +202,10 @@ class AttackPlan:
         clients: clients to attack, counted from 0 (under a secure sum a group, by its first client); default: all.
         wave: observations that one worker attacks together, at least 1.
         seed: of the attacker's randomness; default: the scenario's.
+
+    Example:
+        >>> [round for round in range(1, 10) if AttackPlan((), every=3).attacks_round(round)]
+        [1, 4, 7]
     """
 
     attacks: tuple[PlannedAttack, ...]
@@ -322,7 +330,12 @@ def modalities_of(use: str) -> list[type[Modality]]:
 
 
 def describe(value: Any) -> str:
-    """A component table on one line, for cards and tables: clip(max_norm=1.0), or per example: each clip(max_norm=1.0)."""
+    """Write a component table on one line, for tables and knowledge cards.
+
+    Example:
+        >>> describe({"use": "clip", "max_norm": 1.0, "each": True})
+        'each clip(max_norm=1.0)'
+    """
     arguments = ", ".join(
         f"{k}={describe(v) if isinstance(v, dict) and 'use' in v else v}"
         for k, v in value.items()

@@ -55,7 +55,7 @@ def _outputs(activation: Callable[[Tensor], Tensor], shape: torch.Size, z: Tenso
 
 def derivative(known: Knowledge, outputs: Outputs, z: Tensor, y: Tensor) -> Tensor:
     """The derivative (1, D) of one example's loss by its classifier's outputs z, differentiable by y."""
-    at = z.requires_grad_() if z.is_leaf else z
+    at, y = z.requires_grad_(), y.double() if y.is_floating_point() else y
     with torch.enable_grad():
         value = loss_of(known.loss, outputs(at), y, torch.zeros(1, *known.shape, dtype=z.dtype))
         (slope,) = torch.autograd.grad(value, at, create_graph=True)
@@ -79,10 +79,7 @@ def solved(
     features = bias @ weight / bias.square().sum()
     z = (layer @ features + offset)[None]
 
-    def slope(y: Tensor) -> Tensor:
-        return derivative(known, outputs, z, y if not y.is_floating_point() else y.double())
-
-    found = known.label_kind.solved(slope, bias, exact, known.classes)
+    found = known.label_kind.solved(partial(derivative, known, outputs, z), bias, exact, known.classes)
     if found is None:
         raise NotRestored(f"no label explains the classifier's gradient under this loss; {OPTIMISED}")
     return found

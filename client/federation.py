@@ -67,7 +67,14 @@ LOGITS = 2**24  # computed at once where a network is evaluated
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """A protocol with its data loaded and split, its model built, and its chain composed."""
+    """A protocol with its data loaded and split, its model built, and its chain composed.
+
+    Example:
+        >>> tables = {"rounds": 1, "clients": 4, "data": {"use": "mnist5k", "batch_size": 2}}
+        >>> tables |= {"model": {"use": "mlp"}, "chain": [{"use": "local_sgd", "rate": 0.1}]}
+        >>> Federation(Protocol.from_tables(tables)).batch_at(client=0, round=1).x.shape
+        torch.Size([2, 1, 28, 28])
+    """
 
     protocol: Protocol
 
@@ -354,7 +361,7 @@ class Federation:
     def evaluate(self, params: Params, most: int | None = None, chunk: int = 500) -> tuple[float, float]:
         """Accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
 
-        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; 0 without labels.
+        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; NaN without labels.
 
         Args:
             most: evaluate only so many test examples; default: all.

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from fedgauge.client.pairing import assigned
 
 STEPS = 20  # of Newton's method, which ends after one for a squared error
+EXACT = 1e-9  # relative error at which Newton's method ends
 SAME = 1e-3  # relative error up to which a label explains a derivative
 
 Slope = Callable[[Tensor], Tensor]  # a label of one example -> the loss's derivative by the classifier's outputs
@@ -32,6 +33,9 @@ class LabelKind:
     """
 
     noun: ClassVar[str] = "one class"
+    metric: ClassVar[str] = "label_accuracy"  # of restored labels
+    restored: ClassVar[str] = "{} of the labels are restored by {}"  # with a value of the metric and an attack's name
+    utility: ClassVar[str] = "accuracy"  # of the trained network
 
     public: Tensor | None = None
     tried: tuple[Tensor, Tensor, Tensor] | None = None
@@ -82,10 +86,14 @@ class LabelKind:
         """Scores of a batch's restored labels in any order, by metric.
 
         The accuracy compares multisets: repeats count. If more labels are claimed than there are, it is the share of those.
+
+        Example:
+            >>> LabelKind().scores(truth=torch.tensor([3, 3, 5, 7]), guess=torch.tensor([5, 3, 4, 4]))
+            {'label_accuracy': 0.5}
         """
         classes = int(max(truth.max(), guess.max())) + 1
         common = torch.minimum(torch.bincount(truth, minlength=classes), torch.bincount(guess, minlength=classes))
-        return {"label_accuracy": float(common.sum()) / max(len(truth), len(guess))}
+        return {self.metric: float(common.sum()) / max(len(truth), len(guess))}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The part of each example (B,) that the network's outputs predict correctly."""
@@ -118,6 +126,8 @@ class Findings(Binary):
     """Several findings an example, each 0 or 1: y (B, K) float."""
 
     noun: ClassVar[str] = "findings"
+    metric: ClassVar[str] = "label_f1"
+    restored: ClassVar[str] = "the findings are restored with an F1 of {} by {}"
 
     def width(self, classes: int) -> int:
         return classes
@@ -127,6 +137,9 @@ class Findings(Binary):
 
     def decided(self, y: Tensor) -> Tensor:
         return (y > 0.5).float()
+
+    def candidates(self, classes: int) -> Tensor:
+        return torch.empty(0)
 
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
         y = (seen < 0).float().view(1, -1)  # of the cross-entropy: sigmoid(z) - y
@@ -142,7 +155,7 @@ class Findings(Binary):
         return best.expand(count, -1)
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
-        return {"label_f1": _f1(*_paired(truth, guess))}
+        return {self.metric: _f1(*_paired(truth, guess))}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         return ((outputs > _middle(self.tried)) == (y > 0.5)).double().mean(1)
@@ -152,6 +165,9 @@ class Numbers(LabelKind):
     """Real numbers: y (B,) or (B, K) float; soft labels too."""
 
     noun: ClassVar[str] = "numbers"
+    metric: ClassVar[str] = "label_error"
+    restored: ClassVar[str] = "the labels are restored to {} standard deviations by {}"
+    utility: ClassVar[str] = "R2"
 
     def width(self, classes: int) -> int:
         return self._public[0].numel()
@@ -177,6 +193,9 @@ class Numbers(LabelKind):
     def soft(self, y: Tensor, classes: int) -> Tensor:
         return y
 
+    def candidates(self, classes: int) -> Tensor:
+        return torch.empty(0)
+
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
         if not exact:
             return None
@@ -184,6 +203,8 @@ class Numbers(LabelKind):
         for _ in range(STEPS):
             by_label = torch.autograd.functional.jacobian(slope, y).reshape(seen.numel(), y.numel())
             off = (slope(y) - seen).detach().flatten()
+            if float(off.norm()) <= EXACT * float(seen.norm()):
+                break
             y = y - (torch.linalg.pinv(by_label) @ off).view_as(y)
         left = (slope(y) - seen).detach()
         if not bool(by_label.any()):  # as in the linear part of a Huber loss
@@ -195,7 +216,7 @@ class Numbers(LabelKind):
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
         truth, guess = _paired(truth / self.spread, guess / self.spread)
-        return {"label_error": float((truth - guess).square().mean().sqrt())}
+        return {self.metric: float((truth - guess).square().mean().sqrt())}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Each example's part of R2, the explained share of the variance."""
@@ -208,6 +229,9 @@ class Mask(LabelKind):
     """A class for each pixel, y (B, *size) int64, or 0 and 1 as floats."""
 
     noun: ClassVar[str] = "a mask"
+    metric: ClassVar[str] = "mask_iou"
+    restored: ClassVar[str] = "masks are restored with an overlap (IoU) of {} by {}"
+    utility: ClassVar[str] = "accuracy of pixels"
 
     @property
     def _size(self) -> tuple[int, ...]:
@@ -254,7 +278,7 @@ class Mask(LabelKind):
         return max(each, key=lambda y: _overlap(public, y.expand_as(public))).expand(count, *self._size)
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
-        return {"mask_iou": _overlap(*_paired(truth.float(), guess.float()))}
+        return {self.metric: _overlap(*_paired(truth.float(), guess.float()))}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The part of each mask's pixels (B,) that the network's outputs predict correctly."""
@@ -271,14 +295,17 @@ class NoLabel(LabelKind):
     def soft(self, y: Tensor, classes: int) -> Tensor:
         return y
 
-    def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
-        return self.trial(1, classes)
+    def candidates(self, classes: int) -> Tensor:
+        return self.trial(1, classes)[None]
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
         return {}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return torch.zeros(len(y), dtype=torch.float64)
+        return torch.full((len(y),), torch.nan, dtype=torch.float64)
+
+
+SCORED: Mapping[str, type[LabelKind]] = {kind.metric: kind for kind in (LabelKind, Findings, Numbers, Mask)}
 
 
 def label_kind(public: Tensor, outputs: Tensor, reads_labels: bool) -> type[LabelKind]:

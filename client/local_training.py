@@ -352,5 +352,9 @@ def scaffold(rate: float, steps: int = 1, batch_size: int | None = None) -> loca
 
     Args:
         rate, steps, batch_size: as of local_sgd.
+
+    Example:
+        >>> scaffold(rate=0.5, steps=4).scale
+        2.0
     """
     return ControlledSGD(rate, steps, batch_size)

@@ -232,6 +232,10 @@ class GroupMean(Link):
     Args:
         members: clients, with equally many examples each, one client's after the other's.
         together: their noise-free mean equals one client's update on all the examples, so no split is needed.
+
+    Example:
+        >>> GroupMean(members=4).update_distribution(UpdateDistribution(sigma=1.0)).sigma
+        0.5
     """
 
     members: int

@@ -43,7 +43,12 @@ class _Noise(UpdateTransform):
 
 @dataclass(frozen=True)
 class identity(UpdateTransform):
-    """No defense: the unchanged update."""
+    """No defense: the unchanged update.
+
+    Example:
+        >>> identity().apply({"w": torch.tensor([0.5])}, None)
+        {'w': tensor([0.5000])}
+    """
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         return compute  # the very function, so that `is_identity` recognises it

@@ -19,6 +19,11 @@ class top_k(StatefulTransform):
 
     Args:
         error_feedback: whether a client adds the entries that it did not send so far to its next update.
+
+    Example:
+        >>> update, memory = {"w": torch.tensor([1.0, -3.0])}, {"w": torch.tensor([0.5, 0.0])}
+        >>> top_k(keep=0.5).advance(update, memory, None)  # sent, and kept for the next round
+        ({'w': tensor([ 0., -3.])}, {'w': tensor([1.5000, 0.0000])})
     """
 
     keep: float

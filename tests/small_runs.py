@@ -12,7 +12,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.plan_coverage import PlanCoverage
-from fedgauge.server.views.reading import TWO_CLASSES, Reading, Snapshot
+from fedgauge.server.views.reading import TWO_CLASSES, Reading
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.verdict import Verdict, verdict_of
 
@@ -66,9 +66,9 @@ class LedgerAlone(Reading):
     plan_coverage, built, state = PlanCoverage(), None, "complete"  # type: ignore[assignment]
 
     def __init__(self, ledger: Ledger, shares: Sequence[float] = TWO_CLASSES) -> None:
-        Snapshot.__init__(self, ledger, {"data": {"batch_size": 4096}})
-        self.shares, self.observations, self.attacks = shares, ledger.observations(), ledger.attacks()
-        Snapshot.read(self)
+        self.ledger, self.tables, self.shares = ledger, {"data": {"batch_size": 4096}}, shares
+        self.views, self.meta, self.scores, self._finished = {}, {}, Scores.empty(), 0
+        self.read()
 
     @property
     def class_shares(self) -> tuple[float, ...]:

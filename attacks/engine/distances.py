@@ -68,7 +68,12 @@ class _Joint(Distance):
 
 @dataclass(frozen=True)
 class cosine(_Joint):
-    """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4)."""
+    """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4).
+
+    Example:
+        >>> cosine()({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([1.0, 1.0])})  # 1 - 1 / sqrt 2
+        tensor(0.2929)
+    """
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         p = _total(products)

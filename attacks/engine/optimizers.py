@@ -1,7 +1,7 @@
 """Adam and L-BFGS for many independent problems at once."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,29 +48,14 @@ class adam:
         passed: int = sum(iteration >= cut * iterations for cut in self.cuts)
         return self.rate * 0.1**passed * self.decay**iteration
 
-    def step(
-        self, x: Tensor, slope: Tensor, moments: tuple[Tensor, Tensor], counts: Sequence[int], iterations: int
-    ) -> None:
-        """One step of N problems (N, ...) in place, each by its own count of steps before this one."""
+    def step(self, x: Tensor, slope: Tensor, moments: tuple[Tensor, Tensor], iteration: int, iterations: int) -> None:
+        """One step in place, after so many before it."""
         first, second = moments
-        length = per_iteration_count(lambda n: self.rate_at(n, iterations) / (1 - BETAS[0] ** (n + 1)), counts, x)
-        root = per_iteration_count(lambda n: math.sqrt(1 - BETAS[1] ** (n + 1)), counts, x)
+        length = self.rate_at(iteration, iterations) / (1 - BETAS[0] ** (iteration + 1))
         first.lerp_(slope, 1 - BETAS[0])
         second.mul_(BETAS[1]).addcmul_(slope, slope, value=1 - BETAS[1])
-        denominator = second.sqrt().div_(root).add_(EPSILON)
-        if isinstance(length, float):
-            x.addcdiv_(first, denominator, value=-length)
-        else:
-            x.sub_(length * first / denominator)
-
-
-def per_iteration_count(function: Callable[[int], float], counts: Sequence[int], like: Tensor) -> Tensor | float:
-    """A function of each problem's iteration count, as (N, 1, ...); a plain number if all counts are equal."""
-    values = {count: function(count) for count in set(counts)}
-    if len(values) == 1:
-        return values[counts[0]]
-    each = torch.tensor([values[count] for count in counts], dtype=torch.float64)
-    return each.to(like).view(-1, *[1] * (like.dim() - 1))
+        denominator = second.sqrt().div_(math.sqrt(1 - BETAS[1] ** (iteration + 1))).add_(EPSILON)
+        x.addcdiv_(first, denominator, value=-length)
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,8 @@ class EachByItself(Attack):
         for k, read in enumerate(readers):
             started, alone = time.perf_counter(), wave.of([k])
             try:
-                labels = None if known.labels is None else known.labels[k : k + 1]
                 finite = all(bool(t.isfinite().all()) for t in alone.update.values())
-                result = read(alone, replace(known, labels=labels)) if finite else None
+                result = read(alone, known.alone(k)) if finite else None
                 if result is None or (result.x is not None and not bool(result.x.isfinite().all())):
                     raise ValueError("the update is zero or not finite")
             except ValueError as error:

@@ -22,9 +22,11 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.computation import InputLayer, called, dense_input_layer
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.exact.closed_form import EachByItself, Reader
 from fedgauge.attacks.exact.dictionary import SparseMixture
+from fedgauge.attacks.solved_labels import derivative
+from fedgauge.client.models.losses import is_mean, loss_of
 from fedgauge.client.update import Batch, Params, norm, relative_error
 
 PROVEN = (
@@ -172,15 +174,29 @@ class _Unmixing(EachByItself):
 
 
 def _labels(x: Tensor, signals: Tensor, params: Params, layer: InputLayer, known: Knowledge) -> Tensor:
-    """Labels (B,): for each image the one with the error signal in the first layer nearest to the recovered one (B, m)."""
+    """Labels (B, ...): for each example the one with the error signal in the first layer nearest to the recovered one (B, m)."""
+    kind, fed = known.label_kind, known.normalise(x)
     weights = {k: p.detach().requires_grad_(k == layer.call.weight) for k, p in params.items()}
-    logits, (own, *_) = called(known.model, weights, known.normalise(x))
-    fits = []
-    for label in range(known.classes):
-        loss = known.loss(logits, torch.full((len(x),), label, device=x.device))
+    outputs, (own, *_) = called(known.model, weights, fed)
+    fits, every = [], kind.candidates(known.classes).to(x.device)
+    for y in every:
+        loss = loss_of(known.loss, outputs, y.expand(len(x), *y.shape[1:]), fed)
         (signal,) = torch.autograd.grad(loss, own.output, retain_graph=True)
         fits.append(F.cosine_similarity(signal.double(), signals, dim=1))
-    return torch.stack(fits, 1).nan_to_num(-1.0).argmax(1)
+    if fits:
+        return every[torch.stack(fits, 1).nan_to_num(-1.0).argmax(1), 0]
+    rows = [torch.autograd.grad(o.sum(), own.output, retain_graph=True)[0] for o in outputs.flatten(1).unbind(1)]
+    by_output = torch.stack(rows, 2).double()  # (B, m, outputs)
+    size = len(x) if is_mean(known.loss, known.classes, kind) else 1
+    slopes = torch.linalg.lstsq(by_output, signals[..., None] * size / known.scale).solution[..., 0]
+    found = []
+    for at, slope in zip(outputs.detach().double().split(1), slopes, strict=True):
+        found.append(kind.solved(partial(derivative, known, _as_they_are, at), slope, True, known.classes))
+    return torch.cat([kind.trial(1, known.classes) if y is None else y for y in found]).to(x.device)
+
+
+def _as_they_are(outputs: Tensor) -> Tensor:
+    return outputs
 
 
 # ------------------------------------------------------------------------------------------------------------ sparsity

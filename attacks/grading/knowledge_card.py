@@ -46,7 +46,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         "candidates with their labels, and not which of them are members"
         if planned.tells_members
         else f"labels {attack.label_source if planned.labels == 'restored' else planned.labels}",
-        f"chain {planned.defense}: {'the true one is ' if planned.defense == 'inferred' else ''}{links}",
+        f"chain {planned.defense}: {links}",
         *(["the order of each epoch assumed"] if isinstance(local, LocalTraining) and local.shuffle else []),
         *(["each client's control variates known from its earlier updates"] if local.remembers else []),
         *([_private_layers(fed)] if any(fed.chain.stays(k) for k, _ in fed.model.named_parameters()) else []),

@@ -27,7 +27,7 @@ from fedgauge.attacks.base import (
     not_applicable,
 )
 from fedgauge.attacks.engine.cache import digest
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.learned.refinement import refine
 from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures

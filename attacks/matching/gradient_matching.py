@@ -16,8 +16,8 @@ from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
 from fedgauge.attacks.engine.compatibility import doubled, parameter_problem
+from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
-from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails

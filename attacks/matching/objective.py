@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.engine.deadline import Variables
 from fedgauge.attacks.engine.distances import Distance
-from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching.priors import Prior
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import check_at_least

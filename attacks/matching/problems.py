@@ -15,11 +15,11 @@ from torch.func import grad_and_value, vmap
 from fedgauge.attacks.base import Knowledge, Stream, Wave
 from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.compatibility import Route, differentiation_of
+from fedgauge.attacks.engine.deadline import Variables
 from fedgauge.attacks.engine.distances import InnerProducts, between, left_out, likelihood, visible, visible_columns
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, factored, flattened
 from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update
-from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching.objective import Objective, averaged, pair_epochs
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
 from fedgauge.client.models.losses import is_mean
@@ -316,13 +316,9 @@ class Problems:
         return pair_epochs(x, None if self.labels is None else self.labels[rows], self.epochs)
 
     def value_and_slopes(
-        self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0
+        self, variables: Variables, rows: Tensor, likelihood_weight: float | Tensor = 1.0
     ) -> tuple[Tensor, Variables]:
-        """Objectives (N,), and the gradient of their sum by the variables.
-
-        Args:
-            likelihood_weight: (N,) or one for all.
-        """
+        """Objectives (N,), and the gradient of their sum by the variables."""
         return self.differentiated(variables, *self.chosen(rows), likelihood_weight)
 
     def differentiated(

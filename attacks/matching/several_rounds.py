@@ -24,8 +24,8 @@ from fedgauge.attacks.base import (
     not_applicable,
 )
 from fedgauge.attacks.engine.compatibility import differentiation_of
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.distances import Distance, likelihood
-from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.recipes import CUTS
 from fedgauge.client.components import check_at_least

@@ -112,7 +112,6 @@ class Modality(ABC):
         attacks: groups of the registry whose attacks reconstruct such examples.
         shown_as: pictures, or words that are each right, misplaced or wrong.
         gives_lengths: whether the threat model may give the attacker the examples' lengths.
-        hides_defense: why no defense can be inferred from zeros of the update; empty if it can.
         hides_training: why an update does not reveal its client's training; empty if it does.
         blank_name: what `blank` is, in a word or two.
         parts: what an example's shape counts.
@@ -128,7 +127,6 @@ class Modality(ABC):
     attacks: ClassVar[tuple[str, ...]]
     shown_as: ClassVar[Literal["image", "text"]]
     gives_lengths: ClassVar[bool] = False
-    hides_defense: ClassVar[str] = ""
     hides_training: ClassVar[str] = ""
     blank_name: ClassVar[str] = "zeros"
     parts: ClassVar[str] = "numbers"

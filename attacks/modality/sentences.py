@@ -42,10 +42,6 @@ class SentenceModality(Modality):
     gives_lengths = True
     blank_name = "no words"
     parts = "tokens"
-    hides_defense = (
-        "a defense is inferred from zeros that the gradient of images never has; the gradient of sentences has them "
-        'wherever a word does not occur: attack with defense = "known" or "unknown"'
-    )
     hides_training = "only trainings on images are compared"
 
     @classmethod

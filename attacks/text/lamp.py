@@ -16,8 +16,8 @@ import torch
 from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.optimizers import adam
-from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
 from fedgauge.attacks.text.language_prior import (
@@ -306,9 +306,8 @@ class _BatchDescent:
         slopes = [(by_x + slope) * layout.free[..., None]]
         if by_y is not None:
             slopes.append(guess.y * (by_y - (guess.y * by_y).sum(-1, keepdim=True)))
-        counts = [done] * len(x)
         for t, s, both in zip(self.variables, slopes, self.moments, strict=True):
-            self.attack.optimizer.step(t, s.nan_to_num(0.0, 0.0, 0.0), both, counts, iterations)
+            self.attack.optimizer.step(t, s.nan_to_num(0.0, 0.0, 0.0), both, done, iterations)
 
     def _length(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The regulariser (P,), (mean length of the embeddings - that of the table's rows)^2, and its slope."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.learned.learning_to_invert import hungarian
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, flat
 from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, seeded, train_inverter

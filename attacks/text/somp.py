@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Stream
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
+from fedgauge.attacks.text.dager import Ids
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs, logits_along
-from fedgauge.attacks.text.sentence_assembly import Ids
 from fedgauge.client.components import check_at_least
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import BlockParts

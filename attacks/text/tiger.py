@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Stream
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.optimizers import adam
-from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, noise_of
-from fedgauge.attacks.text.last_words import labelled
+from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, labelled, noise_of
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
 from fedgauge.attacks.text.sentence_layout import framed_places, lengths_of
 from fedgauge.client.components import check_above_zero, check_at_least
@@ -170,7 +169,7 @@ class _WordSearch:
         """Return masks of tokens and of free words (B, L), and the ids (B, L) of start, end and padding."""
         model, known = self.model, self.verifier.known
         first, last, size = len(model.start), len(model.end), known.batch_size
-        lengths = lengths_of(self.verifier.wave, known)[self.verifier.k]
+        lengths = lengths_of(self.verifier.wave, known)[0]
         assert known.text is not None
         if last and known.text.lengths is None:
             ends = fit[model.end[-1], : int(lengths.max())].clone()
@@ -204,7 +203,7 @@ class _WordSearch:
         """The words (B, L) at the end of a descent from a random start, and the mixtures' logits (B, L, K)."""
         shape = (len(self.mask), *self.prior.shape)
         logits = (self.prior + START * torch.randn(shape, generator=rng)).to(self.table)
-        optimizer, (first, second) = adam(self.attack.rate), logits.new_zeros(2, 1, *shape)
+        optimizer, (first, second) = adam(self.attack.rate), logits.new_zeros(2, *shape)
         rows, frame = self.table[self.candidates], self.table[self.ids]
         free, mask = self.free.to(self.table.device), self.mask.to(self.table.device)
         for done in range(iterations):
@@ -217,7 +216,7 @@ class _WordSearch:
                 value = self._distance([x[mask] for x in inputs])
                 (slope,) = torch.autograd.grad(value, logits)
             logits = logits.detach()
-            optimizer.step(logits[None], slope.nan_to_num()[None], (first, second), [done], iterations)
+            optimizer.step(logits, slope.nan_to_num(), (first, second), done, iterations)
             self.spent += 1
         return self._words(logits.cpu()), logits.cpu()
 

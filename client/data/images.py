@@ -37,6 +37,11 @@ class Dataset:
     Data of other kinds derive from it, with other x and y, and no mean and std. names: of the classes, if they have names.
     fitted: the arguments that were not given but computed from these examples: one example may then change how all others
     look, which no epsilon covers. A published dataset's constants are given.
+
+    Example:
+        >>> x, y = torch.zeros(10, 1, 2, 2, dtype=torch.uint8), torch.arange(10)
+        >>> Dataset("ten", x, y, x, y, classes=10, mean=(0.5,), std=(0.25,)).normalise(torch.ones(1, 1, 1, 1)).item()
+        2.0
     """
 
     dtype: ClassVar[torch.dtype] = torch.uint8  # of x
@@ -168,7 +173,18 @@ class Shards:
 
 
 def batch_of(x: Tensor, y: Tensor, indices: Tensor) -> Batch:
-    """Select examples with their labels; pixels (uint8) become float32 in [0, 1]."""
+    """Select examples with their labels; pixels (uint8) become float32 in [0, 1].
+
+    Args:
+        x: (N, ...), pixels as uint8, or other examples in their own dtype.
+        y: (N, ...) labels.
+        indices: (B,) int64, rows of x and y.
+
+    Example:
+        >>> x, y = torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([7, 8, 9])
+        >>> batch_of(x, y, torch.tensor([1, 2])).x.flatten()
+        tensor([0.2000, 1.0000])
+    """
     chosen = x[indices]
     return Batch(chosen.float() / 255 if x.dtype == torch.uint8 else chosen, y[indices])
 
@@ -195,6 +211,12 @@ def split(
 
     Raises:
         ValueError: more clients than examples, or a shard that holds less than one batch.
+
+    Example:
+        >>> x, y = torch.zeros(10, 1, 2, 2, dtype=torch.uint8), torch.arange(10)
+        >>> dataset = Dataset("ten", x, y, x, y, classes=10, mean=(0.0,), std=(1.0,))
+        >>> [len(rows) for rows in split(dataset, clients=2, seed=0, auxiliary=4).indices]
+        [3, 3]
     """
     least_one = {"batch_size": batch_size, "auxiliary": auxiliary, "shards_per_client": shards_per_client}
     for name, value in {"clients": clients, **least_one}.items():

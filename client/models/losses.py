@@ -46,6 +46,10 @@ class cross_entropy(Criterion):
 
     Args:
         label_smoothing: the part of the labels that is spread evenly over the classes, in [0, 1].
+
+    Example:
+        >>> cross_entropy()(torch.zeros(1, 4), torch.tensor([2]))  # log 4
+        tensor(1.3863)
     """
 
     label_smoothing: float = 0.0
@@ -60,7 +64,12 @@ class cross_entropy(Criterion):
 
 @dataclass(frozen=True)
 class mean_squared_error(Criterion):
-    """(logits - y)^2 with y one-hot, averaged over classes and examples."""
+    """(logits - y)^2 with y one-hot, averaged over classes and examples.
+
+    Example:
+        >>> mean_squared_error()(torch.tensor([[1.0, 3.0]]), torch.tensor([0]))  # (0 + 9) / 2
+        tensor(4.5000)
+    """
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         # one_hot does not work under vmap, and mse_loss has no forward derivative of its gradient
@@ -74,6 +83,10 @@ class binary_cross_entropy(Criterion):
     """-y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)), averaged over logits and examples.
 
     The labels are findings, or classes 0 and 1 of a network with one output.
+
+    Example:
+        >>> binary_cross_entropy()(torch.zeros(1, 1), torch.tensor([1]))  # log 2
+        tensor(0.6931)
     """
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -90,6 +103,10 @@ class next_token(Criterion):
     Args:
         mean: over a sentence's predicted words, then over sentences; or over all predicted words of the batch, as in the
             Trainer of the package transformers.
+
+    Example:
+        >>> next_token()(torch.zeros(1, 3, 8), torch.tensor([[5, 1, 2]]))  # log 8, for each of two words
+        tensor(2.0794)
     """
 
     mean: Literal["sentences", "words"] = "sentences"

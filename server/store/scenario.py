@@ -386,7 +386,14 @@ def _check_control_variates(federation: Federation, strategy: Table, tape: TapeO
 
 
 def apply_setting(tables: dict[str, Any], setting: str) -> None:
-    """Set one value by its path, such as "chain.0.max_norm=2"; the value is TOML, else text."""
+    """Set one value by its path, such as "chain.0.max_norm=2"; the value is TOML, else text.
+
+    Example:
+        >>> tables = {"chain": [{"use": "clip", "max_norm": 1.0}]}
+        >>> apply_setting(tables, "chain.0.max_norm=2")
+        >>> tables
+        {'chain': [{'use': 'clip', 'max_norm': 2}]}
+    """
     path, separator, text = setting.partition("=")
     if not separator or not path:
         raise SpecError(f"--set {setting}: expected table.key=value")

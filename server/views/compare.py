@@ -7,6 +7,7 @@ from typing import Any
 
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.client.labels import LabelKind
 from fedgauge.server.views.figures import (
     SYMBOLS,
     WHOLE,
@@ -20,7 +21,7 @@ from fedgauge.server.views.figures import (
     value_axis,
 )
 from fedgauge.server.views.formatting import number, percent
-from fedgauge.server.views.leak_tables import ATTACK, IDENTIFIED, LABELS, leak_cells, leak_columns, rate_of
+from fedgauge.server.views.leak_tables import ATTACK, IDENTIFIED, label_column, leak_cells, leak_columns, rate_of
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.reading import Reading
@@ -76,12 +77,16 @@ def named_readings(readings: Sequence[Reading]) -> dict[str, Reading]:
 
 def points(named: Mapping[str, Reading], metric: str) -> Table:
     """List every attack on every run with the best baseline, accuracy and epsilon."""
-    by = MEASURED[metric]
-    columns = [RUN, ATTACK, ACCURACY, *leak_columns(by), Column.of(by, "floor", "best baseline"), IDENTIFIED, LABELS]
-    columns += [Column("n", "examples", "count"), Column("epsilon", "epsilon", "number", less=True)]
+    by, restored = MEASURED[metric], next((r.scores.label_kind for r in named.values()), LabelKind).metric
+    columns = [RUN, ATTACK, ACCURACY, *leak_columns(by), Column.of(by, "floor", "best baseline"), IDENTIFIED]
+    columns += [
+        label_column(restored),
+        Column("n", "examples", "count"),
+        Column("epsilon", "epsilon", "number", less=True),
+    ]
     rows: list[tuple[Cell, ...]] = []
     for name, reading in named.items():
-        pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", "label_accuracy"))
+        pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", restored))
         floor, epsilon = mean_of(best_of(pooled.values(), "baseline")), spent_in(reading).record
         for leak in (pooled[a] for a in reading.order if is_attack(a) and a in pooled):
             others = floor, rate_of(hits.get(leak.attack)), mean_of(labels.get(leak.attack)), leak.n, epsilon

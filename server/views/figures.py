@@ -138,10 +138,9 @@ def rounds_figures(reading: Reading) -> list[Figure]:
     """Draw leakage and test accuracy over rounds, one figure for each metric."""
     tested = {n: row["accuracy"] for n, row in sorted(reading.rounds.items()) if row["accuracy"] is not None}
     look = INK if len(tested) > 1 else replace(INK, symbol="circle")
-    curve = Series(
-        "test accuracy", "accuracy", look, [*tested], [*tested.values()], note=[*map(percent, tested.values())]
-    )
-    accuracy = [replace(curve, name="test accuracy (right)")] if tested else []
+    utility = f"test {reading.scores.label_kind.utility}"
+    curve = Series(utility, "accuracy", look, [*tested], [*tested.values()], note=[*map(percent, tested.values())])
+    accuracy = [replace(curve, name=f"{utility} (right)")] if tested else []
     drawn = list(filter(None, (_leakage(reading, metric, accuracy) for metric in reading.metrics)))
     if drawn or not tested:
         return drawn
@@ -167,7 +166,7 @@ def _leakage(reading: Reading, metric: str, accuracy: Sequence[Series]) -> Figur
         round_axis([x for s in (*series, *accuracy) for x in s.x]),
         value_axis(metric, series),
         [*series, *accuracy],
-        right=Axis("test accuracy", "fraction", *WHOLE) if accuracy else None,
+        right=Axis(f"test {reading.scores.label_kind.utility}", "fraction", *WHOLE) if accuracy else None,
         metric=metric,
         interval=interval_name(metric, attacks),
     )

@@ -9,8 +9,10 @@ import numpy as np
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.membership import MEMBER
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.score_rows import WHOLE_BATCH
-from fedgauge.server.views.formatting import counted_words, decibel, in_unit, many, percent
+from fedgauge.client.labels import LabelKind
+from fedgauge.server.views.formatting import counted_words, decibel, in_unit, many, number, percent
 from fedgauge.server.views.intervals import LUCK, Ints, Rate, guessed_labels, luck_bound, luck_of_hits
 from fedgauge.server.views.membership import MembershipResult, Word, members_sentences, membership_results
 from fedgauge.server.views.outcomes import failure
@@ -74,24 +76,21 @@ class RestoredLabels:
     """Result of the best label-restoration attack.
 
     Args:
-        share: restored share of the labels, the mean over batches.
-        guess: mean share of the best guess without the update.
-        by_luck: bound on the probability that such a guess restores as many, over all attacks.
+        score: of its labels, in the metric of their kind; the mean over batches.
+        guess: mean score of the best guess without the update.
+        leaks: if more is restored than by luck.
     """
 
+    kind: type[LabelKind]
     attack: str
-    share: float
+    score: float
     guess: float
-    by_luck: float
-
-    @property
-    def leaks(self) -> bool:
-        """True if more labels are restored than by luck."""
-        return self.by_luck <= LUCK
+    leaks: bool
 
     def __str__(self) -> str:
-        guess = f"a guess without the update: {percent(self.guess)}"
-        return f"{percent(self.share)} of the labels are restored by {self.attack} ({guess})"
+        written = percent if MEASURED[self.kind.metric].fraction else number
+        restored = self.kind.restored.format(written(self.score), self.attack)
+        return f"{restored} (a guess without the update: {written(self.guess)})"
 
 
 @dataclass(frozen=True)
@@ -263,20 +262,27 @@ def _none_moved(reading: Reading) -> bool:
 @viewed
 def restored_labels(reading: Reading) -> RestoredLabels | None:
     """Return the labels of the attack that restored most; attacks with given labels do not count."""
-    scores, shares, found = reading.scores, reading.class_shares, []
-    known = scores.where(~np.isnan(scores.value)).of_metric("label_accuracy")
-    for attack in reading.ledger.planned():
-        rows = known.of_attack(attack)
-        if not len(rows):
-            continue
-        sizes = _batch_sizes(scores.of_attack(attack), rows)
-        guesses = {size: guessed_labels(shares, size) for size in set(sizes.tolist())}
-        guess = np.array([guesses[size] for size in sizes.tolist()])
-        rate, expected = (float(np.average(v, weights=sizes)) for v in (rows.value, guess))
-        by_luck = luck_bound(rate, expected, float(sizes.sum()))
-        found.append(RestoredLabels(attack, float(rows.value.mean()), float(guess.mean()), by_luck))
-    found = [replace(labels, by_luck=min(1.0, len(found) * labels.by_luck)) for labels in found]
-    return max(found, key=lambda labels: (labels.leaks, labels.share), default=None)
+    scores, kind = reading.scores, reading.scores.label_kind
+    known, sign = scores.where(~np.isnan(scores.value)).of_metric(kind.metric), MEASURED[kind.metric].sign
+    attacks = [a for a in reading.ledger.planned() if is_attack(a) and len(known.of_attack(a))]
+    found = [labels for a in attacks if (labels := _restored_by(a, known, reading, len(attacks)))]
+    return max(found, key=lambda labels: (labels.leaks, sign * labels.score), default=None)
+
+
+def _restored_by(attack: str, known: Scores, reading: Reading, attacks: int) -> RestoredLabels | None:
+    """Compare an attack's labels with a guess's: of classes by their shares, of others with the baselines' labels."""
+    rows, kind = known.of_attack(attack), known.label_kind
+    if kind is not LabelKind:
+        if (gain := paired(known, attack)) is None:
+            return None
+        low, _ = gain.interval(attacks) or (0.0, 0.0)
+        return RestoredLabels(kind, attack, float(gain.own.mean()), float(gain.floor.mean()), low > 0)
+    sizes = _batch_sizes(reading.scores.of_attack(attack), rows)
+    guesses = {size: guessed_labels(reading.class_shares, size) for size in set(sizes.tolist())}
+    guess = np.array([guesses[size] for size in sizes.tolist()])
+    rate, expected = (float(np.average(v, weights=sizes)) for v in (rows.value, guess))
+    leaks = attacks * luck_bound(rate, expected, float(sizes.sum())) <= LUCK
+    return RestoredLabels(kind, attack, float(rows.value.mean()), float(guess.mean()), leaks)
 
 
 def _batch_sizes(scores: Scores, rows: Scores) -> Ints:

@@ -89,7 +89,7 @@ def report(options: argparse.Namespace) -> int:
         beside = shown[0].folder.absolute().parent / "comparison.html"
         print(write_comparison(shown, options.output or beside))
     if options.figures is not None:
-        from fedgauge.simulations.reports.figures.write import write_figures
+        from fedgauge.simulations.reports.figures import write_figures
 
         paths, missing = write_figures(shown, options.figures)
         print(*paths, sep="\n", end="\n" if paths else "")

@@ -138,7 +138,7 @@ def audit(options: argparse.Namespace) -> int:
         waiting = ledger.progress().waiting
         if waiting and (words := other_sizes(ledger, scenario.federation.shards.batch_size)):
             console.print(f"warning: {words}", soft_wrap=True)  # before hours of work
-        interrupted = _attack(options, run, ledger, scenario, console) if truth is None or waiting else False
+        interrupted = _attack(options, run, scenario, console) if truth is None or waiting else False
         with Progress(console=console, disable=options.log != "auto", transient=True) as bars:
             task = bars.add_task("who was in a batch: updates tested", visible=False)
 
@@ -165,12 +165,12 @@ def _repeat_problems(run: Run) -> None:
         tell(f"recording: {problem.words} ({counts[problem.code]} x)")
 
 
-def _attack(options: argparse.Namespace, run: Run, ledger: Ledger, scenario: Scenario, console: Console) -> bool:
+def _attack(options: argparse.Namespace, run: Run, scenario: Scenario, console: Console) -> bool:
     """Attack what waits; returns whether somebody interrupted it."""
     from fedgauge.server.pool.service import make_executor, serve
     from fedgauge.simulations.run.simulate import Interrupt
 
-    following = view_of(run, ledger, scenario, console, options.log, training=options.follow)
+    following = view_of(run, console, options.log, scenario)
     # before our own signal handlers: Ray sets a SIGTERM handler when it starts
     executor = make_executor(scenario.audit)
     with Interrupt().caught() as interrupt, closing(executor), following.shown() as view:

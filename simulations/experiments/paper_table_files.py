@@ -39,6 +39,10 @@ def load(name: str) -> PaperTable:
 
     Raises:
         SpecError: there is none or if it has a mistake.
+
+    Example:
+        >>> load("spear").name
+        'spear'
     """
     if name not in names():
         raise SpecError(f"no paper table is called {name!r}; there are {', '.join(names())}")
@@ -144,7 +148,12 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str]) -> PaperTa
 
 
 def submitted(text: str) -> tuple[str, Table]:
-    """Parse the name and the settings of an attack from text: 'mine:sharper rate=0.1'."""
+    """Parse the name and the settings of an attack from text: 'mine:sharper rate=0.1'.
+
+    Example:
+        >>> submitted("mine:sharper rate=0.1")
+        ('sharper', {'use': 'mine:sharper', 'rate': 0.1})
+    """
     table = component_of(text, "--attack")
     return str(attack_name(table)), {key: value for key, value in table.items() if key != "name"}
 

@@ -13,8 +13,7 @@ from fedgauge.server.views.formatting import scenario_line
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.reading import read_once
 from fedgauge.server.views.verdict import verdict_of
-from fedgauge.simulations.reports.figures.style import PaperFigure, own_style
-from fedgauge.simulations.reports.figures.write import run_figures
+from fedgauge.simulations.reports.figures import PaperFigure, own_style, run_figures
 from fedgauge.simulations.reports.report import fill_template, write_report
 
 HEIGHT = 800  # pixels of a report's frame

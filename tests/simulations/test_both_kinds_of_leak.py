@@ -17,7 +17,7 @@ from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.reports.export import write_csv
-from fedgauge.simulations.reports.figures.write import write_figures
+from fedgauge.simulations.reports.figures import write_figures
 from fedgauge.simulations.reports.notebook import figures
 from fedgauge.simulations.reports.report import write_report
 

@@ -20,16 +20,15 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import Reading, read_once
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.checks.preflight import preflight
 from fedgauge.simulations.checks.scenario_check import check
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.view import progress_line
 from fedgauge.simulations.reports.export import write_csv
-from fedgauge.simulations.reports.figures.write import write_figures
+from fedgauge.simulations.reports.figures import write_figures
 from fedgauge.simulations.reports.report import write_report
 from tests.server.dashboard.pages import Http
 from tests.test_docs_code import write
@@ -95,10 +94,8 @@ def test_the_report_the_export_the_figures_and_the_terminal_name_it(run: Run, tm
     lines = [line for line in table.getvalue().splitlines() if ",row_over_bias," in line and ",close," in line]
     assert len(lines) == 6 and all(",100.0," in line for line in lines)
     assert any("close" in path.name for path in write_figures([run], tmp_path)[0])
-    with run.ledger() as ledger:
-        state = RunProgress(ledger, run.scenario())
-        state.refresh(force=True)
-    assert "right numbers best 100.0 %" in progress_line(state)
+    with read_once(run) as reading:
+        assert "right numbers best 100.0 %" in progress_line(reading)
 
 
 @contextmanager

@@ -155,7 +155,7 @@ def test_the_objective_is_averaged_over_images_near_the_guess() -> None:
         near.append(variables["x"])
         return posed.value_and_slopes(variables, *others)
 
-    value, slopes = AdamSearch(samples=3, radius=0.2)._sampled(step, {"x": z}, rows, 1.0, [7, 7])
+    value, slopes = AdamSearch(samples=3, radius=0.2)._sampled(step, {"x": z}, rows, 1.0, 7)
     assert len(near) == 3
     assert 0.15 < float((torch.stack(near) - z).abs().max()) <= 0.2
     each = [posed.value_and_slopes({"x": x}, rows) for x in near]

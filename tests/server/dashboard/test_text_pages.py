@@ -22,7 +22,7 @@ from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.leak_tables import rounds_table
 from fedgauge.server.views.reading import Reading
 from fedgauge.server.views.tables import in_json
-from fedgauge.simulations.reports.figures.write import write_figures
+from fedgauge.simulations.reports.figures import write_figures
 from fedgauge.simulations.reports.report import write_report
 from tests.server.dashboard.pages import Http
 from tests.small_runs import LedgerAlone, scores_of, verdict_on

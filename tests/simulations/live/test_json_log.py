@@ -12,12 +12,11 @@ import pytest
 
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
+from fedgauge.server.views.reading import Reading
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.view import Events
-from tests.simulations.live.conftest import TABLES, intake, work
+from tests.simulations.live.conftest import intake, work
 from tests.small_runs import scores_of
 
 
@@ -66,13 +65,13 @@ def test_the_events_of_an_audit_carry_the_ledgers_numbers(taped: Run, capsys: py
     assert end["attacks"][0]["attack"] == "analytic"
 
 
-def test_numbers_that_are_not_finite_are_null(ledger: Ledger, taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_are_not_finite_are_null(ledger: Ledger, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     ledger.record_round(1, math.nan, math.inf, 1.0, 0.0)
     intake(ledger, 1, clients=2)
     psnr = iter([math.inf, 20.0, 9.0, 9.0] * 2)
     work(ledger, lambda: next(psnr), waves=1)
     work(ledger, lambda: None, waves=1)
-    with Events(RunProgress(ledger, Scenario.from_tables(TABLES)), taped).shown():
+    with Events(Reading(run)).shown():
         pass
     events = events_of(capsys.readouterr().out)
     (round,) = [e for e in events if e["event"] == "round"]

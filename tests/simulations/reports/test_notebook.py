@@ -14,7 +14,7 @@ from PIL import Image
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import read_once
 from fedgauge.server.views.verdict import verdict_of
-from fedgauge.simulations.reports.figures.write import write_figures
+from fedgauge.simulations.reports.figures import write_figures
 from fedgauge.simulations.reports.notebook import Report, figures, load_ipython_extension
 from tests.simulations.reports.report_pages import HOSTILE, Page, pixels
 from tests.small_runs import scenario

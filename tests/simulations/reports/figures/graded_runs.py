@@ -14,7 +14,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.reading import read_once
-from fedgauge.simulations.reports.figures.write import run_figures
+from fedgauge.simulations.reports.figures import run_figures
 
 METRICS = ("psnr", "ssim", "mse", "identified", "label_accuracy")
 Grade = Callable[[str, int, int], Mapping[str, float | None]]

@@ -11,8 +11,7 @@ from matplotlib.colors import to_hex
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage
-from fedgauge.simulations.reports.figures.style import MUTED, PURPLE
-from fedgauge.simulations.reports.figures.write import write_figures
+from fedgauge.simulations.reports.figures import MUTED, PURPLE, write_figures
 from tests.simulations.reports.figures.graded_runs import (
     BLUE,
     METRICS,

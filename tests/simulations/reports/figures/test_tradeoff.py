@@ -3,7 +3,7 @@
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from fedgauge.simulations.reports.figures.write import write_figures
+from fedgauge.simulations.reports.figures import write_figures
 from tests.simulations.reports.figures.graded_runs import SVG, graded, only_psnr
 
 

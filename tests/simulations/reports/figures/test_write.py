@@ -10,7 +10,7 @@ from PIL import Image
 
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.reports.figures.write import write_figures
+from fedgauge.simulations.reports.figures import write_figures
 from tests.simulations.reports.figures.graded_runs import METRICS, SVG, graded, only_psnr
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -38,7 +38,7 @@ def test_equal_ledgers_give_equal_bytes_in_another_process(run: Run, written: Pa
 import sys
 from pathlib import Path
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.reports.figures.write import write_figures
+from fedgauge.simulations.reports.figures import write_figures
 write_figures([Run.open(Path({str(run.folder)!r}))], Path({str(tmp_path)!r}))
 pyplot = sys.modules.get("matplotlib.pyplot")  # others may have imported it
 assert pyplot is None or pyplot.get_fignums() == []
