@@ -190,11 +190,11 @@ class Numbers(LabelKind):
     def decided(self, y: Tensor) -> Tensor:
         return y
 
-    def soft(self, y: Tensor, classes: int) -> Tensor:
-        return y
-
     def candidates(self, classes: int) -> Tensor:
         return torch.empty(0)
+
+    def soft(self, y: Tensor, classes: int) -> Tensor:
+        return y
 
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
         if not exact:
@@ -230,8 +230,7 @@ class Mask(LabelKind):
 
     noun: ClassVar[str] = "a mask"
     metric: ClassVar[str] = "mask_iou"
-    restored: ClassVar[str] = "masks are restored with an overlap (IoU) of {} by {}"
-    utility: ClassVar[str] = "accuracy of pixels"
+    restored: ClassVar[str] = "the masks are restored with an IoU of {} by {}"
 
     @property
     def _size(self) -> tuple[int, ...]:
@@ -260,6 +259,9 @@ class Mask(LabelKind):
 
     def soft(self, y: Tensor, classes: int) -> Tensor:
         return y if self.binary else super().soft(y, classes).movedim(-1, 1)
+
+    def candidates(self, classes: int) -> Tensor:
+        return torch.empty(0)
 
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
         return None
@@ -292,11 +294,11 @@ class NoLabel(LabelKind):
 
     noun: ClassVar[str] = "no label"
 
-    def soft(self, y: Tensor, classes: int) -> Tensor:
-        return y
-
     def candidates(self, classes: int) -> Tensor:
         return self.trial(1, classes)[None]
+
+    def soft(self, y: Tensor, classes: int) -> Tensor:
+        return y
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
         return {}

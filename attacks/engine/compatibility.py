@@ -7,7 +7,7 @@ over all problems, vmap, or a loop over problems.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -440,9 +440,7 @@ def twice_differentiable() -> Iterator[None]:
 
 
 class _Composed(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (stepwise(func, args) or _COMPOSED.get(func, func))(*args, **(kwargs or {}))
 
 
@@ -465,8 +463,7 @@ def _embedding_bag(input: Tensor, weight: Tensor, *further: Any, **settings: Any
     plain = not any(v for v in (*further, *left.values()) if not isinstance(v, float)) and input.dim() == 2
     mode, weights = settings.get("mode", "mean"), settings.get("per_sample_weights")
     if not plain or mode not in ("sum", "mean"):
-        found: Tensor = F.embedding_bag(input, weight, *further, **settings)
-        return found
+        return F.embedding_bag(input, weight, *further, **settings)
     rows = F.embedding(input, weight)
     rows = rows if weights is None else rows * weights[..., None]
     return rows.sum(1) if mode == "sum" else rows.mean(1)

@@ -88,7 +88,7 @@ def _labels(array: np.ndarray, x: Tensor, path: Path) -> Tensor:
 
 
 def rows(path: Path, classes: int | None = None, test: float = 0.2) -> Tabular:
-    """Rows of numbers as a network takes them: x (N, F), y integers (N,). Nothing is scaled.
+    """Rows of numbers as a network takes them: x (N, F), y labels. Nothing is scaled.
 
     Neighbouring entries become one categorical column if each row has one 1 there and otherwise 0.
 
@@ -101,6 +101,8 @@ def rows(path: Path, classes: int | None = None, test: float = 0.2) -> Tabular:
     columns = Columns(tuple(_columns(torch.cat([parts[0], parts[2]]).numpy())))
     labels = torch.cat([parts[1], parts[3]])
     x, y, x_test, y_test = parts
+    if labels.is_floating_point():
+        classes = labels.shape[1] if labels.dim() == 2 else 1
     return Tabular(path.stem, x.float(), y, x_test.float(), y_test, classes or int(labels.max()) + 1, (), (), columns)
 
 
@@ -134,11 +136,12 @@ def _read(path: Path, kind: type, test: float) -> tuple[Tensor, Tensor, Tensor, 
             f"{path}: x is {arrays['x'].dtype} of shape {arrays['x'].shape}, expected {kind.__name__} (N, F)"
         )
     found = {name: torch.from_numpy(array) for name, array in arrays.items() if name in ("x", "y", "x_test", "y_test")}
-    x, y = found["x"], found["y"].long()
+    labels = {name: t.float() if t.is_floating_point() else t.long() for name, t in found.items()}
+    x, y = found["x"], labels["y"]
     if x.dtype != torch.float32 and not x.is_floating_point():
         x = x.long()
     if "x_test" in found:
-        return x, y, found["x_test"].to(x.dtype), found["y_test"].long()
+        return x, y, found["x_test"].to(x.dtype), labels["y_test"]
     tested = held_out(len(x), test, path)
     return x[~tested], y[~tested], x[tested], y[tested]
 

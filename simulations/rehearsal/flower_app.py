@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import threading
 import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
 
@@ -107,12 +108,13 @@ class AppGrid(Grid):
             for node in range(1, most + 1)
         }
         self._here, self._asked = min(clients, most), 0
+        self._one = threading.Lock()  # Flower's older servers ask each client in a thread of its own
         self._replies: dict[str, Message] = {}
         self.trained: dict[int, list[Training]] = {}  # by node, in the order of its train messages
         self.failed: list[str] = []
 
     def get_node_ids(self) -> Iterable[int]:
-        self._asked += 1
+        self._asked += not self._one.locked()
         if self._asked > TRIES and self._here < len(self._contexts):
             self._here, self._asked = min(2 * self._here, len(self._contexts)), 0
         elif self._asked > 20 * TRIES:
@@ -148,6 +150,10 @@ class AppGrid(Grid):
         return [self._replies.pop(key) for key in message_ids if key in self._replies]
 
     def _answer(self, message: Message) -> Message:
+        with self._one:
+            return self._answered(message)
+
+    def _answered(self, message: Message) -> Message:
         self._asked = 0
         message.metadata.__dict__["_message_id"] = message.object_id  # as Flower's own grids do
         node = message.metadata.dst_node_id
@@ -156,6 +162,9 @@ class AppGrid(Grid):
             if message.metadata.message_type.partition(".")[0] != "train":
                 return self._app(message, context)
             with self._observer.training() as seen:
+                configs = [r for r in message.content.values() if isinstance(r, ConfigRecord)]
+                mus = [r[key] for r in configs for key in ("proximal-mu", "proximal_mu") if key in r]
+                seen.proximal_mu = float(mus[0]) if mus and isinstance(mus[0], int | float) else None
                 reply = self._app(message, context)
             self.trained.setdefault(node, []).append(seen)
             return reply

@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from fedgauge.attacks.base import Observation
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.local_data import read_npz
@@ -34,11 +35,13 @@ from fedgauge.simulations.rehearsal.draft import (
     attack_once,
     check_attackable,
     keep_layers,
+    say_what_differs,
     with_network,
     write_draft,
 )
 from fedgauge.simulations.rehearsal.examples import Form, form_of
 from fedgauge.simulations.rehearsal.flower_app import FlowerApp, Settings
+from fedgauge.simulations.rehearsal.losses import Target
 from fedgauge.simulations.rehearsal.train import OBSERVED
 from fedgauge.simulations.run.create import prepare_app
 from fedgauge.simulations.run.launch import OwnProcess
@@ -108,7 +111,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     arrays = [_arrays(facts) for rounds in observed.clients.values() for facts in rounds if "data" in facts]
     inputs = [each["x"] for each in arrays]
     form = form_of(inputs, first["normalised"], observed.language, first["output"]) if inputs else None
-    check_attackable(draft, observed, first, _arrays(first), form)
+    target = check_attackable(draft, observed, first, _arrays(first), form)
     if not draft.fatal and len(nodes) < 2:
         draft.refuse("clients", "one client trained, and none is left to provide public data", "raise --clients")
     if draft.fatal or form is None:
@@ -120,10 +123,11 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         numbers = {node: client for client, node in ledger.nodes().items()}
         whole = replies_of(run, ledger) == "weights"
     rounds = max(row["round"] for row in rows)
-    write_draft(draft, observed, attacked, nodes[len(attacked) :], form, rounds, files, whole)
+    write_draft(draft, observed, attacked, nodes[len(attacked) :], form, target, rounds, files, whole)
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
     built = () if form.language else first["built"]
     packages = tuple({call["module"].partition(".")[0]: None for call in built}.keys() - LIBRARIES)
+    packages += () if target is None else target.packages
     with components.allowing(packages, [folder.resolve()]), users_errors():
         scenario = with_network(draft, first, form)
         if scenario is None:
@@ -132,15 +136,24 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         client = numbers[attacked[0]]
         own = {row["round"]: row["digest"] for row in rows if row["client"] == client}
         began = min(own)
-        if kept := _never_sent(scenario, first, run.tape().read(began, client, own[began])):
+        came = run.tape().read(began, client, own[began])
+        reported = next(row["examples"] for row in rows if (row["client"], row["round"]) == (client, began))
+        try:
+            say_what_differs(draft, came, reported, first, scenario.federation.model)
+            kept = _never_sent(scenario, first, came)
+        except UploadMismatch as error:
+            draft.refuse("uploads", str(error), "")
+            run_files.write(run.folder / "scenario.toml", draft.text().encode())
+            return refused
+        if kept:
             keep_layers(draft, kept, client, began, files)
             scenario = draft.scenario()
         n = scenario.federation.shards.batch_size
         for node in attacked if truth else ():
             trained = [row["round"] for row in rows if row["client"] == numbers[node]]
             for round, facts in zip(trained, observed.clients[node], strict=False):
-                _write_truth(run.folder / "truth", node, round, *(part[:n] for part in _examples(facts, form)))
-        proof, seconds = _proof(run, draft, scenario, first, client, form)
+                _write_truth(run.folder / "truth", node, round, *(part[:n] for part in _examples(facts, form, target)))
+        proof, seconds = _proof(run, draft, scenario, first, client, (form, target))
         if not kept and seconds * len(attacked) * len(own) > SLOW and len(attacked) * len(own) > 1:
             attack_once(draft, client, began, "updates take long to compute")
             why = f"only client {client}'s update of round {began} is attacked, to save time"
@@ -157,14 +170,14 @@ def _never_sent(scenario: Scenario, first: Mapping[str, Any], came: Observation)
 
 
 def _proof(
-    run: Run, draft: Draft, scenario: Scenario, first: Mapping[str, Any], client: int, form: Form
+    run: Run, draft: Draft, scenario: Scenario, first: Mapping[str, Any], client: int, kind: tuple[Form, Target | None]
 ) -> tuple[str, float]:
     """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
 
     Uploads may be gradients, and a rate that was not observed is fitted: both are written into the draft.
     """
-    x, y = map(torch.from_numpy, _examples(first, form))
-    batch = Batch(x, y)
+    x, y = map(torch.from_numpy, _examples(first, *kind))
+    batch = Batch(modality_of(scenario.federation.shards.dataset).arranged(x), y)
     with run.ledger() as ledger:
         row = next(o for o in ledger.observations() if o["client"] == client and o["digest"])
         for _ in range(MOST_TRIES):
@@ -221,11 +234,11 @@ def _arrays(facts: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {k: array for k, array in arrays.items() if k == "x" or len(array) == len(arrays["x"])}
 
 
-def _examples(facts: Mapping[str, Any], form: Form) -> tuple[np.ndarray, np.ndarray]:
+def _examples(facts: Mapping[str, Any], form: Form, target: Target | None) -> tuple[np.ndarray, np.ndarray]:
     """Return a client's examples of a round with their labels, as the scenario has them."""
     arrays = _arrays(facts)
     x = form.examples(arrays["x"])
-    return x, form.labels(x, arrays["y"])
+    return x, form.labels(x) if target is None else target.labels(arrays["y"])
 
 
 def _write_truth(folder: Path, node: str, round: int, x: np.ndarray, y: np.ndarray) -> None:

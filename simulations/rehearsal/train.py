@@ -71,6 +71,10 @@ def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, nam
         "network": None if network is None else type(network).__name__,
         "output": seen.output,
         "losses": seen.losses,
+        "scales": seen.scales,
+        "proximal_mu": seen.proximal_mu,
+        "outside": 0,
+        "reconstructs": False,
         "steps": [asdict(step) for step in seen.steps],
         "built": [asdict(built) for built in seen.built],
         "normalised": seen.normalised,
@@ -82,6 +86,7 @@ def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, nam
         facts["parameters"] = {name: list(p.shape) for name, p in network.named_parameters()}
         trains = {id(p) for p in network.parameters() if p.requires_grad}
         if seen.steps:
+            facts["outside"] = len(seen.trained - {id(p) for p in network.parameters()})
             trains &= seen.trained
         facts["frozen"] = [name for name, p in network.named_parameters() if id(p) not in trains]
         if seen.start and language is None:  # of some layers the values may never travel
@@ -96,8 +101,10 @@ def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, nam
             labels = [x[:, 0] for x in seen.x]
     if seen.x and _alike(seen.x):
         y = torch.cat(labels) if len(labels) == len(seen.x) and _alike(labels) else torch.zeros(0)
+        x = torch.cat(seen.x)
+        facts["reconstructs"] = y.numel() == x.numel() and torch.equal(y.flatten(), x.flatten())
         folder.mkdir(exist_ok=True, mode=0o700)
-        np.savez(folder / name, x=torch.cat(seen.x).numpy(force=True), y=y.numpy(force=True))
+        np.savez(folder / name, x=x.numpy(force=True), y=y.numpy(force=True))
         facts["data"] = str(folder / name)
     return facts
 
