@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.compatibility import forward_problem, twice_differentiable
+from fedgauge.attacks.engine.distances import each, squared
 from fedgauge.attacks.engine.gradients.per_problem import gradients
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.matching.problems import scale_of
@@ -202,6 +203,13 @@ def test_a_mask_is_optimised_beside_the_image(tmp_path: Path, floats: bool, outp
     found, guess = attacked(fed, "dlg", 250), attacked(fed, "mean_image")
     assert np.mean(found["psnr"]) > np.mean(guess["psnr"]) + 6, (found, guess)
     assert np.mean(found["mask_iou"]) > np.mean(guess["mask_iou"]), (found, guess)
+
+
+def test_a_distance_by_tensor_is_the_mean_of_each_one_s() -> None:
+    seen = {"a": torch.tensor([100.0, 0.0]), "b": torch.tensor([1.0])}
+    guess = {"a": torch.tensor([100.0, 0.0]), "b": torch.tensor([3.0])}
+    assert float(each(squared())(seen, guess)) == pytest.approx((0 + 4) / 2)
+    assert float(squared()(seen, guess)) == pytest.approx(4 / 10001)
 
 
 def test_the_overlap_of_masks_by_hand() -> None:
