@@ -181,6 +181,23 @@ class _OverOther(Distance):
 
 
 @dataclass(frozen=True)
+class each(_OverOther):
+    """The mean of another distance over the tensors: large ones do not outweigh those of the layers next to the input."""
+
+    density = False
+
+    @property
+    def by_products(self) -> bool:
+        return self.inner.by_products
+
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
+        return torch.stack([self.inner.of({name: p}) for name, p in products.items()]).mean(0)
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return torch.stack([self.inner({k: seen[k]}, {k: t}) for k, t in expected.items()]).mean()
+
+
+@dataclass(frozen=True)
 class visible(_OverOther):
     """Another distance over the entries that are not exactly zero in the observed update: for pruning and for unknown masks."""
 

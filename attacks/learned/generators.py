@@ -69,6 +69,8 @@ class ImageGenerator:
 
 def generator_of(table: Table | None, trained: "GeneratorTraining", known: Knowledge) -> ImageGenerator:
     """A user's own generator if a table names one, else one trained on the auxiliary images; ValueError if neither fits."""
+    if len(known.shape) != 3:
+        raise ValueError(f"a generator makes images (C, H, W), and an example has the shape {tuple(known.shape)}")
     if table:
         return own(table, known.shape)
     return ImageGenerator(trained.decoder(known), (trained.latent,), known.shape)
