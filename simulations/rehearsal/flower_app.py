@@ -1,12 +1,14 @@
 """A Flower app in its folder: its parts, its config, and its federation in the memory of one process."""
 
 import importlib
+import shutil
 import sys
 import threading
 import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from fedgauge.simulations.rehearsal.observer import Observer, Training
 Settings = Mapping[str, bool | int | float | str]
 ROUNDS = ("num-server-rounds", "num_server_rounds", "num-rounds", "num_rounds", "rounds")
 PARTITIONS = 10  # as Flower's templates have
+SMALL = 1 << 20  # bytes of a file that is copied
+MANY = 1000  # entries of a folder, above which it is linked as a whole, as folders of data are
 TRIES = 2  # how often a strategy asks for clients and sends nothing before further ones appear
 
 
@@ -83,6 +87,19 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def mirror(folder: Path, to: Path) -> None:
+    """Copy an app's small files and link its large ones: the app finds its files, and changes none of them."""
+    for entry in folder.iterdir():
+        inner = list(islice(entry.iterdir(), MANY + 1)) if entry.is_dir() and not entry.is_symlink() else None
+        if inner is not None and entry.name[0] not in "._" and len(inner) <= MANY:
+            (to / entry.name).mkdir()
+            mirror(entry, to / entry.name)
+        elif inner is None and entry.is_file() and entry.stat().st_size <= SMALL:
+            shutil.copy(entry, to / entry.name)
+        else:
+            (to / entry.name).symlink_to(entry)
 
 
 class AppGrid(Grid):

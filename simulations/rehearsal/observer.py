@@ -338,13 +338,12 @@ class _Factories:
                 self._found.append((module, Built(kind.__module__, kind.__qualname__, _given(frame, 1))))
 
     def of(self, network: nn.Module) -> list[Built]:
-        """Return the calls that built this network, the app's own functions before classes."""
+        """Return the calls that built this network, the app's own functions before classes; its class if it was built earlier."""
+        kind = type(network)
+        calls = [built for module, built in reversed(self._found) if module is network]
+        calls += [] if "." in kind.__qualname__ else [Built(kind.__module__, kind.__qualname__, {})]
         others = ("torch", "fedgauge")  # a Sequential has no arguments that a scenario could write
-        return [
-            built
-            for module, built in reversed(self._found)
-            if module is network and built.module.partition(".")[0] not in others
-        ]
+        return [built for built in calls if built.module.partition(".")[0] not in others]
 
 
 def _given(frame: types.FrameType, first: int) -> dict[str, Any]:

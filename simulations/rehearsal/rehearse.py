@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from fedgauge.attacks.base import Observation
+from fedgauge.attacks.effort import ITERATIONS
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, users_errors
@@ -32,8 +33,9 @@ from fedgauge.simulations.rehearsal.draft import (
     LIBRARIES,
     Draft,
     Observed,
-    attack_once,
+    attack_some,
     check_attackable,
+    cut_searches,
     keep_layers,
     say_what_differs,
     with_network,
@@ -46,7 +48,8 @@ from fedgauge.simulations.rehearsal.train import OBSERVED
 from fedgauge.simulations.run.create import prepare_app
 from fedgauge.simulations.run.launch import OwnProcess
 
-SLOW = 0.5  # CPU seconds for all attacked updates once; above, only one is attacked: a search computes it hundreds of times
+BUDGET = 0.1  # CPU seconds for all attacked updates once: a search computes each hundreds of times
+LEAST = 10  # iterations of a search
 EXACT = 1e-4  # relative error that rounding during training explains
 STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
 ROUNDING = 1e-6  # relative difference of a fitted rate
@@ -90,7 +93,7 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
             raise SpecError(process.blame(f"{folder}: the app ended its process"))
         found = json.loads(run_files.read(run.folder / OBSERVED, MOST_OBSERVED))
         if "error" in found:
-            raise SpecError(f"{folder}: {found['error']}")
+            raise SpecError(f"{folder}: {found['error'].replace(str(process.scratch), str(folder))}")
         return run, Observed(**found)
     except BaseException:
         run_files.delete_folder(run.folder)
@@ -154,10 +157,17 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
             for round, facts in zip(trained, observed.clients[node], strict=False):
                 _write_truth(run.folder / "truth", node, round, *(part[:n] for part in _examples(facts, form, target)))
         proof, seconds = _proof(run, draft, scenario, first, client, (form, target))
-        if not kept and seconds * len(attacked) * len(own) > SLOW and len(attacked) * len(own) > 1:
-            attack_once(draft, client, began, "updates take long to compute")
-            why = f"only client {client}'s update of round {began} is attacked, to save time"
-            draft.note("cost", why, "for more change rounds and clients of [audit]")
+        fit = int(BUDGET / max(seconds, 1e-9))  # updates
+        if not kept and fit < len(attacked) * len(own):
+            some = sorted(numbers[node] for node in attacked)[: max(1, fit)]
+            attack_some(draft, some, began, "updates take long to compute")
+            draft.note("cost", f"only round {began} of {len(some)} clients is attacked", "for more change [audit]")
+        if fit < 1:
+            fewer = max(LEAST, round(ITERATIONS["quick"] * BUDGET / seconds))
+            cut_searches(draft, scenario.federation, fewer)
+            draft.note(
+                "cost", f"searches have {fewer} iterations", 'for more set effort = "quick" and remove [[attack]]'
+            )
         run_files.write(run.folder / "scenario.toml", draft.text().encode())
         return Rehearsal(run, draft, run.folder / "truth", packages, proof)
 
