@@ -33,7 +33,7 @@ def app(options: argparse.Namespace) -> int:
     """Carry out `fedgauge app DIR`."""
     from fedgauge.simulations.cli.main import main
     from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
-    from fedgauge.simulations.rehearsal.flower_app import mirror
+    from fedgauge.simulations.rehearsal.flower_app import importing, mirror
     from fedgauge.simulations.rehearsal.rehearse import observe, rehearse
     from fedgauge.simulations.reports.report import write_report
 
@@ -60,7 +60,7 @@ def app(options: argparse.Namespace) -> int:
             return INAPPLICABLE
         console.print(found.proof)
         given = [str(run.folder), "--log", options.log, *([] if options.no_truth else ["--truth", str(found.truth)])]
-        with components.allowing(found.packages, [Path(copy)]):
+        with components.allowing(found.packages, importing(Path(copy))):
             status = main(["audit", *given])
             write_report(run)
     allow = " ".join(f"--allow {package}" for package in found.packages)

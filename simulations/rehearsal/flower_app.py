@@ -72,8 +72,7 @@ class FlowerApp:
 
     def part(self, reference: str) -> Any:
         """Import the server app or the client app; the app's code may raise anything."""
-        if str(self.folder) not in sys.path:
-            sys.path.insert(0, str(self.folder))
+        sys.path[:0] = [str(place) for place in importing(self.folder) if str(place) not in sys.path]
         module, _, name = reference.partition(":")
         found: Any = importlib.import_module(module)
         for attribute in name.split("."):
@@ -87,6 +86,11 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def importing(folder: Path) -> list[Path]:
+    """Return the folders from which an app's modules are imported."""
+    return [place for place in (folder, folder / "src") if place.is_dir()]
 
 
 def mirror(folder: Path, to: Path) -> None:

@@ -42,7 +42,7 @@ from fedgauge.simulations.rehearsal.draft import (
     write_draft,
 )
 from fedgauge.simulations.rehearsal.examples import Form, form_of
-from fedgauge.simulations.rehearsal.flower_app import FlowerApp, Settings
+from fedgauge.simulations.rehearsal.flower_app import FlowerApp, Settings, importing
 from fedgauge.simulations.rehearsal.losses import Target
 from fedgauge.simulations.rehearsal.train import OBSERVED
 from fedgauge.simulations.run.create import prepare_app
@@ -91,9 +91,10 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
                 time.sleep(0.1)
         if process.status() != 0 or run_files.look(run.folder / OBSERVED) is None:
             raise SpecError(process.blame(f"{folder}: the app ended its process"))
-        found = json.loads(run_files.read(run.folder / OBSERVED, MOST_OBSERVED))
+        text = run_files.read(run.folder / OBSERVED, MOST_OBSERVED).decode()
+        found = json.loads(text.replace(str(process.scratch), str(folder)))  # it ran in a copy of the folder
         if "error" in found:
-            raise SpecError(f"{folder}: {found['error'].replace(str(process.scratch), str(folder))}")
+            raise SpecError(f"{folder}: {found['error']}")
         return run, Observed(**found)
     except BaseException:
         run_files.delete_folder(run.folder)
@@ -131,7 +132,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     built = () if form.language else first["built"]
     packages = tuple({call["module"].partition(".")[0]: None for call in built}.keys() - LIBRARIES)
     packages += () if target is None else target.packages
-    with components.allowing(packages, [folder.resolve()]), users_errors():
+    with components.allowing(packages, importing(folder.resolve())), users_errors():
         scenario = with_network(draft, first, form)
         if scenario is None:
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
