@@ -22,6 +22,7 @@ from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Loss, Params, Transform, Update, UpdateFn, average
 
 Stream = Callable[..., Generator]  # stream("start", restart): a separate generator for each purpose of one observation
+Streams = Sequence[Stream]  # one for each observation of a wave, in order
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
 ClientState = Mapping[str, Tensor]  # an attack's memory of one client between rounds, stored on disk
 
@@ -173,6 +174,13 @@ class Knowledge:
         if self.auxiliary is None:
             raise ValueError("the attacker has no auxiliary examples: set [data] auxiliary above 0")
         return self.auxiliary
+
+    def enough(self, least: int, remedy: str = "raise [data] auxiliary") -> Batch:
+        """The auxiliary examples; ValueError where they are fewer than these."""
+        count = 0 if self.auxiliary is None else len(self.auxiliary.y)
+        if count < least:
+            raise ValueError(f"it needs {least} auxiliary examples, and there are {count}: {remedy}")
+        return self.public
 
     def _chained(self, compute: UpdateFn) -> UpdateFn:
         return (in_loops(self.chain.mean) if self.plain else self.chain.mean)(compute)
@@ -379,9 +387,7 @@ class Attack(ABC):
         return False
 
     @abstractmethod
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         """One reconstruction for each observation of the wave, in order.
 
         Args:
@@ -393,7 +399,7 @@ class Attack(ABC):
         return {}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         """`reconstruct`, and each client's new state; see StatefulAttack."""
         return self.reconstruct(wave, known, budget, streams), list(memories)
@@ -413,7 +419,7 @@ class StatefulAttack(Attack):
 
     @abstractmethod
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         """One reconstruction for each observation of the wave, and the new state of its client, in order.
 
@@ -421,9 +427,7 @@ class StatefulAttack(Attack):
             memories: each client's state after the attack on its last observation; read only.
         """
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         return self.advance(wave, known, budget, streams, [self.initial() for _ in wave.clients])[0]
 
 

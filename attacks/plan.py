@@ -95,9 +95,7 @@ class PlannedAttack:
         budget = call(Budget, check_arguments(Budget, spent, where), where)
         planned: PlannedAttack = call(cls, {**arguments, "budget": budget}, where)
         if not _NAME.fullmatch(planned.name) or planned.name in LIMITS:  # it becomes part of a file name
-            raise SpecError(
-                f"{where}: name must be at most 64 letters, digits, - and _, and no limit's: {planned.name!r}"
-            )
+            raise SpecError(f"{where}: name: at most 64 letters, digits, - and _, and no limit's, got {planned.name!r}")
         if planned.tune == "shadow" and not attack.tunes:
             raise SpecError(f"{where}: {component['use']} has no settings to tune; leave tune out")
         planned.images(where)
@@ -106,18 +104,15 @@ class PlannedAttack:
     def images(self, where: str = "[[attack]]") -> Auxiliary:
         """Return the auxiliary images it has; a SpecError names the fault in the table."""
         arguments = check_arguments(Auxiliary, self.auxiliary or {}, f"{where}: auxiliary")
-        auxiliary: Auxiliary = call(Auxiliary, arguments, f"{where}: auxiliary")
-        return auxiliary
+        return call(Auxiliary, arguments, f"{where}: auxiliary")
 
     def build(self) -> Attack:
         """The attack itself."""
         where = f"[[attack]] {self.name}"
         if self.is_limit:
             arguments = {k: v for k, v in self.table.items() if k != "use"}
-            limit: Measure = call(LIMITS[self.name], check_arguments(LIMITS[self.name], arguments, where), where)
-            return limit
-        built: Attack = build(self.table, where, self.kind)
-        return built
+            return call(LIMITS[self.name], check_arguments(LIMITS[self.name], arguments, where), where)
+        return build(self.table, where, self.kind)
 
     @property
     def is_baseline(self) -> bool:
@@ -258,9 +253,7 @@ class AttackPlan:
         if canaries is not None:
             planned.append(PlannedAttack(CANARIES, {"use": CANARIES, **canaries}, Budget(1)))
         if len(planned) > MOST_ATTACKS:
-            raise SpecError(
-                f"[[attack]]: a run has at most {MOST_ATTACKS} attacks with its baselines, got {len(planned)}"
-            )
+            raise SpecError(f"[[attack]]: at most {MOST_ATTACKS} attacks with the baselines, got {len(planned)}")
         if repeated := [name for name, count in Counter(p.name for p in planned).items() if count > 1]:
             raise SpecError(f"[[attack]]: two attacks are called {repeated[0]!r}; give one of them a name")
         arguments = check_arguments(cls, options, "[audit]", {"attacks": tuple(planned)})
@@ -270,8 +263,7 @@ class AttackPlan:
             for value in arguments.get(key) or ():
                 if not low <= value <= high:
                     raise SpecError(f"[audit]: {key} must be in {low}..{high}, got {value}")
-        plan: AttackPlan = call(cls, arguments, "[audit]")
-        return plan
+        return call(cls, arguments, "[audit]")
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "every", "wave")
@@ -312,9 +304,7 @@ def _attack(table: Table, where: str, modality: type[Modality]) -> PlannedAttack
     use, given = str(planned.table["use"]), f"{modality.main.private}s"
     if use in BASELINES or planned.is_baseline:
         name = use if use in BASELINES else planned.name
-        raise SpecError(
-            f"{where}: {name!r} is a baseline, which always runs; leave it out, or give your attack another name"
-        )
+        raise SpecError(f"{where}: {name!r} is a baseline, which always runs: leave it out or take another name")
     fitting = modalities_of(use)
     if fitting and modality not in fitting:
         raise SpecError(f"{where}: {use} reconstructs {fitting[0].main.private}s, and [data] holds {given}")

@@ -1,11 +1,14 @@
 """Labels under any loss: the classifier's gradient gives the outputs of a single example, and the loss then its label.
 
 For one example the weight gradient is g e^T and the bias gradient g = dL/dz: both give the features e, and so the outputs
-z = W e + b. The label is the one whose derivative at z is g.
+z = W e + b. The label is the one whose derivative at z is g. For B examples with more than B findings the gradient is a sum of B
+such products: its columns span the derivatives g_i, which few combinations of findings fit.
 """
 
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations_with_replacement, takewhile
+from math import comb
 
 import torch
 from torch import Tensor
@@ -17,6 +20,11 @@ from fedgauge.client.models.losses import loss_of
 from fedgauge.client.update import Params
 
 OPTIMISED = "an attack that searches (inverting_gradients, dlg, tableak) optimises them together with the examples"
+MOST_FINDINGS = 12  # all combinations of so many are tried
+MOST_BATCHES = 20_000  # combinations of examples that are compared
+VERIFIED = 10  # of them, the likeliest, whose features are solved for
+ROUNDS = 30  # in which outputs and features are made consistent
+PROVEN = 1e-4  # relative error from which on they explain the gradient
 TRIED = 8  # public examples on which the network's last activation is recognised
 
 
@@ -54,12 +62,12 @@ def _outputs(activation: Callable[[Tensor], Tensor], shape: torch.Size, z: Tenso
 
 
 def derivative(known: Knowledge, outputs: Outputs, z: Tensor, y: Tensor) -> Tensor:
-    """The derivative (1, D) of one example's loss by its classifier's outputs z, differentiable by y."""
+    """The derivatives (N, D) of examples' losses by their classifier's outputs z, differentiable by y; the loss is their mean."""
     at, y = z.requires_grad_(), y.double() if y.is_floating_point() else y
+    x = torch.zeros(1, *known.shape, dtype=z.dtype).expand(len(z), *known.shape)
     with torch.enable_grad():
-        value = loss_of(known.loss, outputs(at), y, torch.zeros(1, *known.shape, dtype=z.dtype))
-        (slope,) = torch.autograd.grad(value, at, create_graph=True)
-    return slope
+        (slope,) = torch.autograd.grad(loss_of(known.loss, outputs(at), y, x), at, create_graph=True)
+    return slope * len(z)
 
 
 def solved(
@@ -83,6 +91,52 @@ def solved(
     if found is None:
         raise NotRestored(f"no label explains the classifier's gradient under this loss; {OPTIMISED}")
     return found
+
+
+def findings_of_batch(
+    gradient: Tensor, layer: Tensor, offset: Tensor, known: Knowledge, outputs: Outputs, public: Tensor
+) -> Tensor:
+    """The findings (B, K) of several examples, fewer than findings, from their classifier's gradient in float64.
+
+    The likeliest by the span of the gradient and its sum; of these, those that features explain exactly.
+
+    Args:
+        gradient: (K, D + 1) by weights and bias, summed over the examples.
+        public: the classifier's outputs (N, K) for other examples.
+
+    Raises:
+        NotRestored: there are too few findings, or too many.
+    """
+    size, width = known.batch_size, len(gradient)
+    if not size < width <= MOST_FINDINGS:
+        why = f"findings of a batch are restored if they are more than its examples and at most {MOST_FINDINGS}"
+        raise NotRestored(f"{why}; {OPTIMISED}")
+    every = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * width)
+    pairs = public.repeat(len(every), 1), every.repeat_interleave(len(public), 0)
+    slopes = derivative(known, outputs, *pairs).detach().view(len(every), len(public), width)
+    usual, apart = slopes.mean(1), (slopes - slopes.mean(1, keepdim=True)).flatten(0, 1)
+    spread = apart.T @ apart / len(apart)
+    spread += spread.trace() * PROVEN**2 * torch.eye(width)
+    outside = torch.linalg.svd(gradient).U[:, size:]  # no derivative of an example has a part there
+    unlikely = _distance(usual @ outside, outside.T @ spread @ outside)
+    most = sum(1 for _ in takewhile(lambda m: comb(m + size - 1, size) <= MOST_BATCHES, range(1, len(every) + 1)))
+    few = unlikely.argsort()[:most]
+    chosen = few[torch.tensor(list(combinations_with_replacement(range(len(few)), size)))]
+    sums = usual[chosen].sum(1) - gradient[:, -1]
+    order = (_distance(sums, size * spread) + unlikely[chosen].sum(1)).argsort()[:VERIFIED]
+    for y, slope in zip(every[chosen[order]], usual[chosen[order]], strict=True):
+        for _ in range(ROUNDS):
+            features = torch.linalg.lstsq(slope.T, gradient).solution
+            slope = derivative(known, outputs, features[:, :-1] @ layer.T + offset, y).detach()
+        off = (slope.T @ features - gradient).norm() / gradient.norm()
+        if float(off) < PROVEN and float((features[:, -1] - 1).abs().max()) < PROVEN:
+            return y.float()
+    return every[chosen[order[0]]].float()
+
+
+def _distance(off: Tensor, spread: Tensor) -> Tensor:
+    """Squared lengths (N,) of vectors (N, D) in units of their covariance (D, D)."""
+    return (off @ torch.linalg.inv(spread) * off).sum(1)
 
 
 def like_two_logits(known: Knowledge, outputs: Outputs) -> bool:

@@ -74,7 +74,7 @@ def with_given_truth(
     if planned.labels == "given":
         if not batches[0].labelled:
             raise ValueError(
-                'labels = "given" would give away the sentences: the labels of next_token are their words; use "restored"'
+                'labels = "given" would give away the sentences, as next_token predicts them: use "restored"'
             )
         known = replace(known, labels=torch.stack([batch.y if in_order else ordered(batch.y) for batch in batches]))
     if planned.lengths == "given":

@@ -130,7 +130,7 @@ class Federation:
             other = "cross_entropy" if data.labelled else "next_token"
             raise SpecError(f'[loss]: {table["use"]} does not fit [data]: set use = "{other}"')
         wrong: SpecError | None = None
-        if not data.y.is_floating_point() and not isinstance(loss, FittedLoss):
+        if (data.one_class or not data.labelled) and not isinstance(loss, FittedLoss):
             try:
                 return build_loss(table, "[loss]", data.classes), LabelKind(public.y)
             except SpecError as error:
@@ -376,7 +376,7 @@ class Federation:
                 x = dataset.normalise(x)
                 logits = functional_call(self.model, params, (x,))
                 right += float(per_example_accuracy(logits, y, self.label_kind).sum())
-                if is_cross_entropy(self.loss):
+                if is_cross_entropy(self.loss) and y.dim() == 1:
                     loss += float(F.cross_entropy(logits, y, reduction="sum"))
                 else:  # this loss is a mean over each part
                     loss += float(loss_of(self.loss, logits, y, x)) * len(y)

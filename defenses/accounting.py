@@ -18,14 +18,7 @@ from torch import nn
 
 from fedgauge.client.chain import Chain, may_read_examples
 from fedgauge.client.federation import Federation
-from fedgauge.client.transforms import (
-    BatchTransform,
-    Link,
-    UpdateDistribution,
-    is_identity,
-    noise_free,
-    per_example,
-)
+from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution, is_identity, noise_free, per_example
 from fedgauge.client.update import Transform
 from fedgauge.defenses.amplification import sampled_epsilon
 from fedgauge.defenses.ats import ats

@@ -54,7 +54,7 @@ class mixup(BatchTransform):
         other = torch.empty_like(order)
         other[order] = order.roll(1)  # one cycle through all: no example is its own other one
         other, weight = other.to(batch.x.device), self._weights(len(other), rng).to(batch.x)
-        y = batch.y if batch.y.is_floating_point() else F.one_hot(batch.y, self.classes).to(batch.x)
+        y = batch.y if batch.y.is_floating_point() else F.one_hot(batch.y, self.classes).movedim(-1, 1).to(batch.x)
         return Batch(_blend(batch.x, other, weight), _blend(y, other, weight))
 
     def _weights(self, count: int, rng: Generator | None) -> Tensor:

@@ -1,5 +1,6 @@
 """Every command that a page shows is run: here as written, or with smaller input by the test that is named here."""
 
+import importlib
 import re
 import shlex
 import shutil
@@ -72,6 +73,13 @@ def test_a_command_that_is_not_run_here_is_in_the_test_that_is_named(start: str)
     assert f'"{start.split()[0]}' in (ROOT / "tests" / ELSEWHERE[start]).read_text()
 
 
+def test_flowers_own_command_can_be_given() -> None:
+    page = (ROOT / "docs/deploy.md").read_text().replace("\\\n", "")
+    parser = importlib.import_module("flwr.supernode.cli.flower_supernode")._parse_args_run_supernode()
+    lines = re.findall(r"flower-supernode (--.*)$", page, re.MULTILINE)
+    assert len(lines) == 2 and all(parser.parse_args(shlex.split(line)).superlink for line in lines)
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_commands_of_the_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +106,9 @@ def test_the_commands_of_the_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
         assert status == (words[0] in FAILS and "--fail-above" in words), line
         if words[0] == "init":
             (tmp_path / "scenario.toml").write_text(tomli_w.dumps(TABLES))
+    shutil.copytree(run.folder, tmp_path / "runs" / "RUN")
+    (cell,) = blocks((ROOT / "docs/watching.md").read_text(), "py")  # of a notebook, whose own commands are left out
+    exec(compile(re.sub(r"^%.*$", "", cell, flags=re.MULTILINE), "watching.md", "exec"), {})
     assert {path.name for path in tmp_path.iterdir()} >= {"gate.xml", "preflight.xml", "figures", "federation"}
 
 

@@ -6,7 +6,7 @@ over all problems, vmap, or a loop over problems.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -27,6 +27,7 @@ from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.computation import containers, error_line, run, undisturbed
 from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
+from fedgauge.attacks.engine.gradients.recurrent import stepwise
 from fedgauge.attacks.problem import Problem, Unattackable, refuse
 from fedgauge.client.models.losses import loss_of
 from fedgauge.client.rng import generator
@@ -415,7 +416,7 @@ def twice_differentiable() -> Iterator[None]:
     """A context in which all layers have a second derivative; values and first derivatives stay the same.
 
     Hard sigmoid and hard swish by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
-    kernels; recurrent layers without cuDNN.
+    kernels; recurrent layers step by step.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -427,10 +428,8 @@ def twice_differentiable() -> Iterator[None]:
 
 
 class _Composed(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _COMPOSED.get(func, func)(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (stepwise(func, args) or _COMPOSED.get(func, func))(*args, **(kwargs or {}))
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
@@ -452,8 +451,7 @@ def _embedding_bag(input: Tensor, weight: Tensor, *further: Any, **settings: Any
     plain = not any(v for v in (*further, *left.values()) if not isinstance(v, float)) and input.dim() == 2
     mode, weights = settings.get("mode", "mean"), settings.get("per_sample_weights")
     if not plain or mode not in ("sum", "mean"):
-        found: Tensor = F.embedding_bag(input, weight, *further, **settings)
-        return found
+        return F.embedding_bag(input, weight, *further, **settings)
     rows = F.embedding(input, weight)
     rows = rows if weights is None else rows * weights[..., None]
     return rows.sum(1) if mode == "sum" else rows.mean(1)

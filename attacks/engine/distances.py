@@ -156,15 +156,6 @@ class rounding_likelihood(Distance):
 
 
 @dataclass(frozen=True)
-class absolute(Distance):
-    """|seen - expected|_1 / |seen|_1 (TAG's second term, normalised by the update's scale)."""
-
-    def __call__(self, seen: Update, expected: Update) -> Tensor:
-        total = torch.stack([t.abs().sum() for t in seen.values()]).sum()
-        return _magnitudes(seen, expected) / total.clamp_min(_TINY)
-
-
-@dataclass(frozen=True)
 class laplace_likelihood(Distance):
     """|seen - expected / shrink|_1 / b: additive Laplace noise of scale b."""
 
@@ -174,7 +165,8 @@ class laplace_likelihood(Distance):
     density = True
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
-        return _magnitudes(seen, _grown(expected, self.shrink)) / self.scale
+        grown = _grown(expected, self.shrink)
+        return torch.stack([(seen[k] - t).abs().sum() for k, t in grown.items()]).sum() / self.scale
 
 
 @dataclass(frozen=True)
@@ -321,7 +313,3 @@ def _difference(p: InnerProducts, shrink: float = 1.0) -> Tensor:
 
 def _grown(expected: Update, shrink: float) -> Update:
     return expected if shrink == 1 else {k: t / shrink for k, t in expected.items()}
-
-
-def _magnitudes(seen: Update, expected: Update) -> Tensor:
-    return torch.stack([(seen[k] - t).abs().sum() for k, t in expected.items()]).sum()

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from fedgauge.client.components import check_above_zero, check_at_least
 
-Evaluate = Callable[
-    [Tensor, Tensor], tuple[Tensor, Tensor]
-]  # points (N, D), their problems (N,) -> values (N,), gradients (N, D)
+# points (N, D), their problems (N,) -> values (N,), gradients (N, D)
+Evaluate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as published
 SUFFICIENT, CURVATURE = 1e-4, 0.9  # the weak Wolfe conditions
@@ -104,11 +103,7 @@ class Descent:
 
 
 def minimise(
-    evaluate: Evaluate,
-    start: Tensor,
-    allowed: Tensor,
-    settings: lbfgs,
-    over: Callable[[], bool] = lambda: False,
+    evaluate: Evaluate, start: Tensor, allowed: Tensor, settings: lbfgs, over: Callable[[], bool] = lambda: False
 ) -> Descent:
     """L-BFGS until each problem has spent its evaluations or ended; an ended problem costs nothing more.
 

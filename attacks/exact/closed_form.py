@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fedgauge.attacks import labels as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 
 # reads the only observation of a wave, whose labels, if known, are the only ones; ValueError says why it cannot
 Reader = Callable[[Wave, Knowledge], Reconstruction]
@@ -20,12 +20,10 @@ class EachByItself(Attack):
     on_cpu = True
 
     @abstractmethod
-    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
         """Return the reader of the wave's observations; ValueError if there is none."""
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         try:
             readers = self.readers(wave, known, budget, streams)
         except ValueError as error:
@@ -51,7 +49,7 @@ class ClosedForm(EachByItself):
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         """Return the reader of the wave's observations; ValueError if there is none."""
 
-    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
         return [self.reader(wave, known)] * len(wave)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedgauge.attacks import labels as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.distances import likelihood
 from fedgauge.attacks.learned.generators import GeneratorTraining, ImageGenerator, check, generator_of
@@ -73,9 +73,7 @@ class GeneratorSearch(Attack):
             for words, priors in others.items()
         }
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         started = time.perf_counter()
         like = next(iter(wave.params.values()))
         try:
@@ -190,5 +188,4 @@ def made(generator: ImageGenerator, z: Tensor, weights: Params | None) -> Tensor
     """Images (P, B, C, H, W) in [0, 1] from latents (P, B, numbers), with shared weights or each problem's own."""
     if weights is None:
         return generator(z.flatten(0, 1)).view(*z.shape[:2], *generator.shape)
-    found: Tensor = vmap(lambda own, latents: generator(latents, own))(weights, z)
-    return found
+    return vmap(lambda own, latents: generator(latents, own))(weights, z)

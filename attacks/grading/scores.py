@@ -10,10 +10,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.attacks.modality.image_metrics import (
-    AUGMENTED,
-    Metric,
-)
+from fedgauge.attacks.modality.image_metrics import AUGMENTED, Metric
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, came_back, wrong_client
 from fedgauge.client.labels import LabelKind
 from fedgauge.client.update import Batch
@@ -49,13 +46,7 @@ class Grader:
         return values if main.cap is None else [min(value, main.cap) for value in values]
 
     def grade(
-        self,
-        attack: str,
-        round: int,
-        client: int,
-        result: Reconstruction,
-        truth: Batch,
-        augmented: Batch | None = None,
+        self, attack: str, round: int, client: int, result: Reconstruction, truth: Batch, augmented: Batch | None = None
     ) -> tuple[Reconstruction, list[ScoreRecord], Tensor]:
         """The reconstruction in the truth's order, its rows, and which example (B,) each was paired with; -1: none.
 

@@ -88,8 +88,7 @@ def pseudo_images(x: Tensor, count: int, transform: Literal["dct", "pixel"], rng
     high, wide = (cosine_matrix(n) if transform == "dct" else torch.eye(n, dtype=torch.float64) for n in x.shape[2:])
     deviation, mean = torch.std_mean(high @ x.double() @ wide.T, 0, correction=0)
     drawn = mean + deviation * torch.randn((count, *x.shape[1:]), generator=rng, dtype=torch.float64)
-    found: Tensor = (high.T @ drawn @ wide).clamp(0, 1).to(x)
-    return found
+    return (high.T @ drawn @ wide).clamp(0, 1).to(x)
 
 
 def cosine_matrix(n: int) -> Tensor:

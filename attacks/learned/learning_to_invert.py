@@ -22,7 +22,7 @@ from fedgauge.attacks.base import (
     Knowledge,
     Reconstruction,
     StatefulAttack,
-    Stream,
+    Streams,
     Wave,
     not_applicable,
 )
@@ -84,7 +84,7 @@ class learning_to_invert(StatefulAttack):
         return {"inverter": NOTHING.clone()}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         if self.architecture == "refined":
             linear = ridge_inversion(buckets=self.buckets, passes=self.passes)

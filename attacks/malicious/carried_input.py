@@ -47,8 +47,7 @@ class CarriedInputNetwork(nn.Module):
         self.pixels = pixels
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(torch.cat([self.features(x), x.flatten(1)], 1))
-        return logits
+        return self.classifier(torch.cat([self.features(x), x.flatten(1)], 1))
 
     def image(self, inputs: Tensor, params: Params) -> Tensor:
         """The network's input (n, pixels), from the classifier's inputs."""
@@ -86,8 +85,7 @@ class ReversibleNetwork(nn.Module):
         still, moved = F.pixel_unshuffle(x, 2).chunk(2, 1)
         for block in self.blocks:
             still, moved = moved + block(still), still
-        logits: Tensor = self.classifier(torch.cat([still, moved], 1).flatten(1))
-        return logits
+        return self.classifier(torch.cat([still, moved], 1).flatten(1))
 
     def image(self, inputs: Tensor, params: Params) -> Tensor:
         """The network's input (n, pixels), from the classifier's inputs: each block's sum is undone."""

@@ -80,11 +80,7 @@ def public_images(known: Knowledge) -> Tensor:
         ValueError: there are too few.
     """
     check_images(known.shape)
-    public = known.auxiliary
-    if public is None or len(public.y) < LEAST:
-        count = 0 if public is None else len(public.y)
-        raise ValueError(f"it needs {LEAST} public images, and there are {count}: raise [data] auxiliary")
-    return public.x
+    return known.enough(LEAST).x
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Streams, Wave
 from fedgauge.attacks.engine.computation import classifier
 from fedgauge.client.components import ComponentKind, SpecError, Table, call
 from fedgauge.client.rng import generator
@@ -129,7 +129,7 @@ def delegated(
     isolated: Knowledge,
     known: Knowledge,
     budget: Budget,
-    streams: Sequence[Stream],
+    streams: Streams,
     notes: Sequence[str],
 ) -> list[Reconstruction]:
     """Another attack's reconstruction of an isolated part of each observation, filled up to a batch.

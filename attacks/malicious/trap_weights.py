@@ -63,10 +63,8 @@ class trap_weights(ServerAttack):
 
 def _tuned(up: Tensor, down: Tensor, known: Knowledge) -> float:
     """The best of SCALES for rows scale * up - down (m, n); on ties the smallest."""
-    public, size = known.auxiliary, known.batch_size
-    if public is None or len(public.x) < size:
-        count = 0 if public is None else len(public.x)
-        raise ValueError(f"the scale is tuned on batches of {size} public images, and there are {count}: set scale")
+    size = known.batch_size
+    public = known.enough(size, "set scale, which is tuned on them")
     batches = min(len(public.x), max(size, TRIED)) // size
     x = public.x[: batches * size].flatten(1)
     above, below = x @ up.T, x @ down.T

@@ -141,10 +141,8 @@ class batch_statistics(Prior):
 
 def _estimated(known: Knowledge, params: Params, layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     """The mean, over batches of auxiliary images, of a batch's mean and variance at each use of these layers."""
-    batches = [some for some in known.public.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
-    if not batches:
-        remedy = 'raise [data] auxiliary, or set of = "running"'
-        raise ValueError(f"estimating statistics needs at least {known.batch_size} auxiliary images: {remedy}")
+    public = known.enough(known.batch_size, 'raise [data] auxiliary, or set of = "running"')
+    batches = [some for some in public.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
     with torch.no_grad():
         uses = zip(*(layer_inputs(known.model, params, layers, known.normalise(some)) for some in batches), strict=True)
         found = [zip(*(_moments(values) for _, values in use), strict=True) for use in uses]

@@ -1,7 +1,7 @@
 """The problems of a wave: each one's objective (likelihood and priors) as a function of its images, and its gradient."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import grad_and_value, vmap
 
-from fedgauge.attacks.base import Knowledge, Stream, Wave
+from fedgauge.attacks.base import Knowledge, Streams, Wave
 from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.compatibility import Route, differentiation_of
 from fedgauge.attacks.engine.deadline import Variables
@@ -121,8 +121,7 @@ def over_problems(function: Callable[..., Tensor], *arguments: Tensor | Update, 
     first = arguments[0]
     count = len(first if isinstance(first, Tensor) else next(iter(first.values())))
     if count > 1 and not loop:
-        mapped: Tensor = vmap(function)(*arguments)
-        return mapped
+        return vmap(function)(*arguments)
     return torch.stack([function(*_problem(arguments, i)) for i in range(count)])
 
 
@@ -131,10 +130,7 @@ def _problem(arguments: tuple[Tensor | Update, ...], i: int) -> list[Tensor | Up
 
 
 def with_slopes(
-    function: Callable[..., Tensor],
-    by: tuple[int, ...],
-    *arguments: Tensor | Update,
-    loop: bool,
+    function: Callable[..., Tensor], by: tuple[int, ...], *arguments: Tensor | Update, loop: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """The gradients by some arguments of a function of one problem, and its values, for all problems.
 
@@ -225,9 +221,8 @@ class Problems:
             self.examples, self.free = lambda z: centre + spread * z, lambda x: (x - centre) / spread
         bound = [(p.weight, p.bind(known, wave.params)) for p in objective.priors if p.weight]
         bound.sort(key=lambda pair: (isinstance(pair[1], LatentPrior), isinstance(pair[1], LabelledEnergy)))
-        self.priors = {
-            f"latents {i}": pair for i, pair in enumerate(bound)
-        }  # by the name of its variable, if it has one
+        # by the name of its variable, if it has one
+        self.priors = {f"latents {i}": pair for i, pair in enumerate(bound)}
         self.own = self.training.variables(known)
         generally = self.own or not is_mean(known.loss, known.classes, known.label_kind)
         step = None if generally else whole_batch_update(known.chain.mean, known.loss)
@@ -269,7 +264,7 @@ class Problems:
         others = {k: (like.new_tensor(low), like.new_tensor(high)) for k, (low, high) in self.training.bounds.items()}
         return {"x": (black, white), **others}
 
-    def starts(self, owners: Tensor, draws: Tensor, streams: Sequence[Stream]) -> Variables:
+    def starts(self, owners: Tensor, draws: Tensor, streams: Streams) -> Variables:
         """Fresh starts of N problems: Gaussian images (N, images, C, H, W) and logits of labels, other variables likeliest.
 
         Args:

@@ -58,8 +58,6 @@ def bayes(
     rate: float = 0.1,
     decay: float = 1.0,
     anneal: float = 1.0,
-    samples: int = 1,
-    radius: float = 0.0,
     prior: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
 ) -> GradientMatching:
     """The Bayesian framework's attack (Balunović et al., ICLR 2022, Algorithm 1): the chain's own likelihood, total variation.
@@ -68,11 +66,10 @@ def bayes(
         conditional: "known": of the chain's noise and masks; the two others are the paper's baselines.
         tv: the prior's weight beta, relative to the likelihood's own scale.
         decay: of the rate at each iteration; anneal: the likelihood's weight at the start.
-        samples, radius: k and delta; radius 0 evaluates at the guess itself, as in the paper's tables.
         prior: an additional prior, such as {use = "generator_prior"}; with tv = 0 it is the only one.
     """
     chosen = {"known": None, "squared": squared(), "cosine": cosine()}[conditional]
-    search = AdamSearch(rate, decay=decay, anneal=anneal, samples=samples, radius=radius)
+    search = AdamSearch(rate, decay=decay, anneal=anneal)
     return GradientMatching(Objective(chosen, _with(prior, total_variation(tv))), search)
 
 

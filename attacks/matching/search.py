@@ -65,7 +65,6 @@ class AdamSearch(adam, Search):
     Args:
         box: keep pixels in [0, 1] after each step.
         anneal: the likelihood's weight at the start; it grows geometrically to 1 over the first half of the iterations.
-        samples, radius: average the objective over images drawn uniformly from a box of this half-width around the guess.
         group: pulls an observation's restarts towards their mean (GradInversion).
         flat: weight of a penalty on the length of the objective's gradient by the images (Fan et al., 2025). The penalty's
             gradient is a difference over the distance `reach`, so each iteration evaluates two gradients.
@@ -75,8 +74,6 @@ class AdamSearch(adam, Search):
 
     box: bool = True
     anneal: float = 1.0
-    samples: int = 1
-    radius: float = 0.0
     group: float = 0.0
     flat: float = 0.0
     reach: float = 1e-2
@@ -84,8 +81,7 @@ class AdamSearch(adam, Search):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 0, "group", "radius", "flat")
-        check_at_least(self, 1, "samples")
+        check_at_least(self, 0, "group", "flat")
         check_above_zero(self, "reach")
         check_part(self, "anneal")
 
@@ -147,7 +143,7 @@ class AdamSearch(adam, Search):
         """One iteration of some problems in place; returns the objectives before it."""
         problems, iterations = context.problems, context.budget.iterations
         weight = self.anneal ** max(0.0, 1 - 2 * done / iterations)
-        value, slopes = self._sampled(step, variables, rows, weight, done)
+        value, slopes = step(variables, rows, weight)
         if self.flat:
             slopes = self._with_penalty(step, variables, rows, weight, slopes)
         for name, t in variables.items():
@@ -158,20 +154,6 @@ class AdamSearch(adam, Search):
             if self.box or name != "x":
                 torch.clamp(variables[name], low, high, out=variables[name])
         return value
-
-    def _sampled(
-        self, step: Step, variables: Variables, rows: Tensor, weight: float, done: int
-    ) -> tuple[Tensor, Variables]:
-        """The objective and its gradient, averaged over images near the guess; an iteration has the same draws in every wave."""
-        if not self.radius:
-            return step(variables, rows, weight)
-        x = variables["x"]
-        drawn = torch.rand(self.samples, *x.shape[1:], generator=torch.Generator().manual_seed(done))
-        away = (self.radius * (2 * drawn - 1)).to(x)
-        near = [step({**variables, "x": x + one}, rows, weight) for one in away]
-        values, slopes = zip(*near, strict=True)
-        mean = {name: torch.stack([each[name] for each in slopes]).mean(0) for name in variables}
-        return torch.stack(values).mean(0), mean
 
     def _with_penalty(
         self, step: Step, variables: Variables, rows: Tensor, weight: float, slopes: Variables

@@ -19,7 +19,7 @@ from fedgauge.attacks.base import (
     Reconstruction,
     StatefulAttack,
     Status,
-    Stream,
+    Streams,
     Wave,
     not_applicable,
 )
@@ -60,7 +60,7 @@ class several_rounds(StatefulAttack):
         return {"rounds": torch.tensor(0)}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         met = [[*_recalled(memory), wave.of([k])][-self.most :] for k, memory in enumerate(memories)]
         kept = [_remembered(rounds) for rounds in met]
@@ -140,8 +140,7 @@ def _misfit(one: Wave, z: Tensor, y: Tensor, known: Knowledge, distance: Distanc
 def _weights(misfits: Tensor) -> Tensor:
     """Weights of rounds with these distances (R,), the newest last: near 1 if a round is no farther than it, falling to 0."""
     scale = NEAR * misfits[-1].clamp(min=FLOOR)
-    weights: Tensor = (scale / (scale + (misfits - misfits[-1]).clamp(min=0))).square()
-    return weights
+    return (scale / (scale + (misfits - misfits[-1]).clamp(min=0))).square()
 
 
 def _distance(known: Knowledge) -> Distance:

@@ -38,8 +38,7 @@ class MembershipTest:
     @cached_property
     def rows(self) -> Tensor:
         """(R,) the training examples among the candidates, which come before the strangers."""
-        found: Tensor = torch.cat([rows(c) for c in self.clients for rows in (self._batch, self._held)]).unique()
-        return found
+        return torch.cat([rows(c) for c in self.clients for rows in (self._batch, self._held)]).unique()
 
     @cached_property
     def strangers(self) -> Batch:

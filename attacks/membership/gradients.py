@@ -100,8 +100,7 @@ class CandidateGradients:
         try:
             return {k: formed(t, self.params[k].shape).detach() for k, t in self._factored(part, False).items()}
         except Unsupported:
-            found: Update = vmap(lambda x, y: bare(self.params, Batch(x[None], y[None]), None))(*part)
-            return found
+            return vmap(lambda x, y: bare(self.params, Batch(x[None], y[None]), None))(*part)
 
     def _factored(self, part: Batch, factors: bool) -> dict[str, Tensor | FactoredGradient]:
         if self.known.plain or self.is_stochastic or not part.x.is_floating_point():
@@ -110,8 +109,7 @@ class CandidateGradients:
         return gradients(self.known.model, self.params, x, part.y[:, None], 1.0, factors, self.known.loss)
 
     def _logits(self, params: Params, x: Tensor) -> Tensor:
-        logits: Tensor = functional_call(self.known.model, params, (self.known.normalise(x),))
-        return logits
+        return functional_call(self.known.model, params, (self.known.normalise(x),))
 
     def _parts(self) -> Iterator[Batch]:
         return (

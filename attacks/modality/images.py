@@ -34,6 +34,7 @@ class ImageModality(Modality):
         "label_accuracy": Measured("label accuracy", fraction=True, of_batch=True),
         "label_f1": Measured("findings' F1", fraction=True, of_batch=True),
         "label_error": Measured("label error in standard deviations (lower leaks more)", **DISTANCE, of_batch=True),
+        "mask_iou": Measured("mask's overlap (IoU)", fraction=True, of_batch=True),
         "lpips_alex": Measured("LPIPS, AlexNet (lower leaks more)", **DISTANCE),
         "lpips_vgg": Measured("LPIPS, VGG16 (lower leaks more)", **DISTANCE),
         "psnr_augmented": Measured("PSNR (dB) to what was trained on", **PSNR),
@@ -43,7 +44,7 @@ class ImageModality(Modality):
     baselines: ClassVar = {name: name for name in ("mean_image", "class_mean_image", "random_image")}
     told_labels = ("class_mean_image",)
     limits = ("bayes_limit", "candidate_bound")
-    attacks = (IMAGE_ATTACKS, DECODERS)
+    attacks: ClassVar[tuple[str, ...]] = (IMAGE_ATTACKS, DECODERS)
     shown_as = "image"
     blank_name = "grey"
     parts = "pixels"

@@ -10,7 +10,7 @@ from itertools import islice, permutations, product
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Streams, Wave
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.exact.closed_form import EachByItself, Reader
 from fedgauge.attacks.text.layer_inputs import head, layer_inputs, logits_along
@@ -155,7 +155,7 @@ class SentenceReader(EachByItself):
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         """The sentences and the relative error that they leave; Unreadable if nothing can be read."""
 
-    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
         deadline = Deadline(time.perf_counter(), budget.seconds)
         return [partial(self._judged, budget, stream, deadline) for stream in streams]
 

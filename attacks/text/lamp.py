@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.text.certificate import language_model
@@ -31,11 +31,8 @@ from fedgauge.attacks.text.sentence_layout import SentenceLayout, on_all_positio
 from fedgauge.client.components import check_at_least
 
 Discrete = Literal["alternating", "end", "none"]
-WEIGHTS = {
-    "cosine": (1.0, 0.2),
-    "l2_l1": (25.0, 60.0),
-    "squared": (0.0, 0.0),
-}  # of length and language model, as published
+# of length and language model, as published
+WEIGHTS = {"cosine": (1.0, 0.2), "l2_l1": (25.0, 60.0), "squared": (0.0, 0.0)}
 
 
 @dataclass(frozen=True)
@@ -120,9 +117,7 @@ class lamp(Attack):
         matcher = Matcher(wave, known, self.loss, self.l1, keys=self.published)
         return SentenceLayout(matcher, wave, known, restarts, self.published, self.known_tokens)
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         started = time.perf_counter()
         try:
             layout, prior = self.layout(wave, known, budget.restarts), self._prior(known)
@@ -184,7 +179,7 @@ class _BatchDescent:
         attack: lamp,
         layout: SentenceLayout,
         prior: LanguagePrior | None,
-        streams: Sequence[Stream],
+        streams: Streams,
         budget: Budget,
         started: float,
     ) -> None:

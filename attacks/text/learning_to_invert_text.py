@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.learned.learning_to_invert import hungarian
@@ -68,9 +68,7 @@ class learning_to_invert_text(Attack):
 
     trains_first = True
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         clock = Deadline(time.perf_counter(), budget.seconds)
         try:
             model = language_model(known)
@@ -158,8 +156,7 @@ class SentenceNetwork(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         vectors = self.body((rows - self.mean) / self.deviation)
-        logits: Tensor = self.words(vectors.view(len(rows), *self.size))
-        return logits
+        return self.words(vectors.view(len(rows), *self.size))
 
 
 def matched_nll(logits: Tensor, truth: Tensor) -> Tensor:

@@ -77,9 +77,7 @@ def misfit(vectors: Tensor, inverse: Tensor) -> Tensor:
 def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) -> Tensor:
     """The inverse (d, d) of the mean projection onto the subspaces of a block's inputs that its heads' gradients show."""
     if layer.query.weight not in update or not bool(update[layer.query.weight].any()):
-        raise Unreadable(
-            f"the gradient of {layer.query.weight} is zero or not shared, so it shows no subspace: try dager"
-        )
+        raise Unreadable(f"{layer.query.weight} has no shared gradient, or a zero one, so no subspace: try dager")
     maps = [m for m in (layer.query, layer.key, layer.value) if m.weight in update]
     parts = [m.of(update)[0].double() for m in maps]
     width = parts[0].shape[1]
@@ -88,8 +86,7 @@ def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) 
         values, basis = torch.linalg.svd(rows, full_matrices=False)[1:]
         basis = basis[values > ROUNDING * values[0]]
         total += basis.mT @ basis
-    inverse: Tensor = torch.linalg.inv(total * (width / total.trace()) + RIDGE * torch.eye(width).to(total))
-    return inverse
+    return torch.linalg.inv(total * (width / total.trace()) + RIDGE * torch.eye(width).to(total))
 
 
 def _heads(model: LanguageModel) -> int:

@@ -76,9 +76,7 @@ class tiger(SentenceReader):
             if found is not None:
                 spaces[layer.query.weight] = found
             elif not spaces:
-                raise Unreadable(
-                    "the gradient of attention block 1 is not shared, lost in noise, or of nearly full rank"
-                )
+                raise Unreadable("attention block 1's gradient is not shared, lost in noise, or of nearly full rank")
         return spaces
 
 
@@ -105,8 +103,7 @@ class Subspace:
         inner = unit @ unit.mT + RIDGE * torch.eye(unit.shape[-2]).to(unit)
         cross = unit @ self.basis.mT
         explained = (cross * torch.linalg.solve(inner, cross)).sum(-2)
-        missing: Tensor = ((1 - explained) * self.weights).sum(-1) / self.weights.sum()
-        return missing
+        return ((1 - explained) * self.weights).sum(-1) / self.weights.sum()
 
 
 Spaces = Mapping[str, Subspace]  # by a weight of the map whose inputs they are about, in the order of the blocks

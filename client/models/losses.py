@@ -7,6 +7,7 @@ loss is refused there in words.
 import inspect
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -15,11 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, own_line, resolve
-from fedgauge.client.labels import Findings, LabelKind, NoLabel, Numbers, label_kind
+from fedgauge.client.components import (
+    ComponentKind,
+    SpecError,
+    Table,
+    call,
+    check_above_zero,
+    check_arguments,
+    own_line,
+    resolve,
+)
+from fedgauge.client.labels import Findings, LabelKind, Mask, NoLabel, Numbers, label_kind
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Loss
 
+Reduction = Literal["mean", "sum"]
 PROBES = 6  # examples on which a loss is tried
 TOKENS = 3  # of each, where a loss is of tokens
 IGNORED = -100  # the label of a token that nothing is learnt from
@@ -46,6 +57,8 @@ class cross_entropy(Criterion):
 
     Args:
         label_smoothing: the part of the labels that is spread evenly over the classes, in [0, 1].
+        weight: of each class, at least 0; the mean is weighted.
+        reduction: mean, or sum over the examples.
 
     Example:
         >>> cross_entropy()(torch.zeros(1, 4), torch.tensor([2]))  # log 4
@@ -53,13 +66,40 @@ class cross_entropy(Criterion):
     """
 
     label_smoothing: float = 0.0
+    weight: Sequence[float] | None = None
+    reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+        if self.weight is not None and not (min(self.weight, default=-1) >= 0 and max(self.weight) > 0):
+            raise ValueError(f"weight must be at least 0 for each class, and above 0 for some, got {self.weight}")
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits, y, label_smoothing=self.label_smoothing)
+        weight = None if self.weight is None else logits.new_tensor(self.weight)
+        value = F.cross_entropy(logits, y, weight, label_smoothing=self.label_smoothing, reduction=self.reduction)
+        if weight is None or self.reduction == "sum" or not y.is_floating_point():
+            return value
+        return value * len(y) / (y @ weight).sum()  # torch divides by the weights only for whole labels
+
+
+@dataclass(frozen=True)
+class focal(Criterion):
+    """-(1 - p)^gamma log p of the label's probability p, averaged over examples (Lin et al., 2017).
+
+    Args:
+        gamma: at least 0; 0: the cross-entropy.
+    """
+
+    gamma: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.gamma < 0:
+            raise ValueError(f"gamma must be at least 0, got {self.gamma}")
+
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        log = logits.log_softmax(-1)
+        return -(_target(logits, y) * (1 - log.exp()) ** self.gamma * log).sum(-1).mean()
 
 
 @dataclass(frozen=True)
@@ -72,10 +112,35 @@ class mean_squared_error(Criterion):
     """
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        # one_hot does not work under vmap, and mse_loss has no forward derivative of its gradient
-        classes = torch.arange(logits.shape[-1], device=logits.device)
-        target = y if y.is_floating_point() else (y.unsqueeze(-1) == classes).to(logits.dtype)
-        return (logits - target.view_as(logits)).square().mean()
+        # mse_loss has no forward derivative of its gradient
+        return (logits - _target(logits, y)).square().mean()
+
+
+@dataclass(frozen=True)
+class mean_absolute_error(Criterion):
+    """|logits - y| with y one-hot, averaged over classes and examples."""
+
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        return (logits - _target(logits, y)).abs().mean()
+
+
+@dataclass(frozen=True)
+class huber(Criterion):
+    """(logits - y)^2 / 2 up to an error of delta, and linear beyond it, averaged over classes and examples.
+
+    Args:
+        delta: above 0.
+    """
+
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_above_zero(self, "delta")
+
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        off = (logits - _target(logits, y)).abs()
+        near = off.clamp(max=self.delta)
+        return (near * (off - near / 2)).mean()
 
 
 @dataclass(frozen=True)
@@ -84,14 +149,23 @@ class binary_cross_entropy(Criterion):
 
     The labels are findings, or classes 0 and 1 of a network with one output.
 
+    Args:
+        pos_weight: of y = 1, for all outputs or for each, at least 0.
+        reduction: mean, or sum over logits and examples.
+
     Example:
         >>> binary_cross_entropy()(torch.zeros(1, 1), torch.tensor([1]))  # log 2
         tensor(0.6931)
     """
 
+    pos_weight: Sequence[float] = (1.0,)
+    reduction: Reduction = "mean"
+
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         y = y.to(logits.dtype).view_as(logits)
-        return (F.softplus(logits) - y * logits).mean()  # binary_cross_entropy_with_logits lacks forward derivatives
+        # binary_cross_entropy_with_logits lacks forward derivatives
+        each = (1 - y) * F.softplus(logits) + logits.new_tensor(self.pos_weight) * y * F.softplus(-logits)
+        return each.sum() if self.reduction == "sum" else each.mean()
 
 
 @dataclass(frozen=True)
@@ -143,9 +217,16 @@ class next_token(Criterion):
         return (nll.sum(1) / seen.sum(1).clamp(min=1)).mean()
 
 
+def _target(logits: Tensor, y: Tensor) -> Tensor:
+    """Labels as floats in the logits' shape; classes are one-hot (one_hot does not work under vmap)."""
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    target = y if y.is_floating_point() else (y.unsqueeze(-1) == classes).to(logits.dtype)
+    return target.view_as(logits)
+
+
 def per_example_accuracy(logits: Tensor, y: Tensor, kind: LabelKind) -> Tensor:
     """The part of each example (B,) that the outputs predict correctly: its label, or its words."""
-    if y.dim() == 1 or y.is_floating_point():
+    if y.dim() == 1 or y.is_floating_point() or isinstance(kind, Mask):
         return kind.right(logits, y)
     guess, y = logits[:, :-1].argmax(-1), y[:, 1:]
     return (guess == y).double().sum(1) / (y != IGNORED).sum(1).clamp(min=1)
@@ -250,6 +331,9 @@ def fitted_loss(
         _check_kind(loss, kind, table, where, outputs, public, classes)
         plain = form == 0 and not isinstance(loss, FittedLoss)
         return loss if plain else form_of, kind(public, (outputs.detach(), y, x))
+    if label_kind(public, outputs, True) is Mask and outputs.shape[2:] != y.shape[y.dim() - outputs.dim() + 2 :]:
+        sizes = (" x ".join(map(str, size)) for size in (outputs.shape[2:], y.shape[y.dim() - outputs.dim() + 2 :]))
+        raise SpecError("[model]: the network returns masks of {}, and the labels in [data] have {}".format(*sizes))
     raise otherwise or SpecError(
         f"{where}: {table['use']!r} must take the network's outputs {tuple(outputs.shape)} and labels {tuple(y.shape)} of "
         f"{str(y.dtype).removeprefix('torch.')}, and return their finite, differentiable mean: {_said(problem)}"
@@ -335,10 +419,8 @@ def takes_probabilities(loss: Loss, classes: int, kind: LabelKind | None = None)
     if is_cross_entropy(loss):
         return True
     outputs, y, x = _probe(loss, classes, kind)
-    one_class = kind is None or type(kind) is LabelKind
     try:
-        whole = F.one_hot(y.clamp(min=0), classes) * (y != IGNORED)[..., None] if one_class else y
-        soft = loss_of(loss, outputs, whole.to(outputs), x)
+        soft = loss_of(loss, outputs, (kind or LabelKind()).soft(y, classes).to(outputs), x)
     except Exception:  # a user's function may raise anything for such labels
         return False
     return soft.dim() == 0 and _same(loss_of(loss, outputs, y, x), soft)

@@ -275,7 +275,7 @@ class Gallery:
         return replace(tile, words=words)
 
     def _label(self, y: Tensor | None, truth: tuple[Tensor, int | str | None] | None, example: int, attack: str) -> str:
-        labels = y is not None and (y.dim() == 1 or y.is_floating_point())
+        labels = y is not None and (y.dim() != 2 or y.is_floating_point())
         if y is None or not labels or example >= len(y) or not (self._labelled or self.reading.ledger.deployed):
             return ""
         guess = written(y[example])

@@ -165,11 +165,12 @@ def _draw_series(axes: Axes, series: views.Series) -> Artist:
     color, marker = THEME[look.colour], SYMBOLS.get(look.symbol, "")
     x, mean = list(series.x), [nan if value is None else value for value in series.mean]
     step, point = max(1, len(x) // 10), len(x) <= 1
-    intervals = [(at, *ends) for at, *ends in zip(x, series.low, series.high, strict=False) if None not in ends]
+    intervals = [ends for ends in zip(x, series.low, series.high, strict=False) if None not in ends]
     if intervals and point:
         axes.vlines(*zip(*intervals, strict=True), color=color, linewidth=2.5, alpha=0.3)
     elif len(intervals) > 1:
-        axes.fill_between(*zip(*intervals, strict=True), color=color, alpha=0.2, linewidth=0)
+        at, low, high = zip(*intervals, strict=True)
+        axes.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
     if worst := [(at, value) for at, value in zip(x, series.worst, strict=False) if value is not None]:
         hollow: dict[str, Any] = {"color": color, "marker": marker, "mfc": "none", "mew": 0.7, "markevery": step}
         axes.plot(*zip(*worst, strict=True), **hollow, ls="" if point else ":", lw=1)

@@ -22,7 +22,7 @@ from fedgauge.attacks.source import NO_TRUTH
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC
+from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC, OWN
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.uploads import REPLIES, Replies, replies_of
@@ -60,7 +60,7 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
         main = modality_of(scenario.federation.shards.dataset).main
         ledger.set_meta(rounds=str(scenario.protocol.rounds), **{MAIN_METRIC: main.key})
         if mode == DEPLOYMENT:
-            ledger.set_meta(mode=mode)
+            ledger.set_meta(mode=mode, **{OWN: "1"})
         if scenario.audit.curious:
             enter_attacks(ledger, scenario, scenario.plan)
     return run

@@ -34,11 +34,12 @@ fi
 printf '{"data-root":"%s/data","exec-root":"%s/exec","pidfile":"%s/pid","hosts":["%s"],"bridge":"none"}' "$WORK" "$WORK" "$WORK" "$DOCKER_HOST" > "$WORK/daemon.json"
 forwarding=$(cat /proc/sys/net/ipv4/ip_forward)
 iptables-save > "$WORK/rules"
+while iptables --delete FORWARD --jump DOCKER-USER 2> /dev/null; do :; done # an earlier engine's: this one's comes first
 setsid dockerd --config-file "$WORK/daemon.json" > "$WORK/dockerd.log" 2>&1 &
 engine=$!
 finish() {
   status=$?
-  [ $status = 0 ] || docker ps --all || true
+  [ $status = 0 ] || { docker ps --all; for each in $(docker ps --all --quiet); do echo "== $each"; docker logs --tail 12 "$each" 2>&1; done; } || true
   docker ps --all --quiet | xargs --no-run-if-empty docker rm --force > /dev/null 2>&1 || true
   ! mountpoint --quiet "$WORK/checkout/federation/runs" || umount "$WORK/checkout/federation/runs" || true
   kill "$engine" 2> /dev/null && wait "$engine" 2> /dev/null || true
@@ -106,9 +107,10 @@ fall() { # from outside, as `docker kill` would leave it down; then it must run 
   say "killed $1"
   until_true 90 "$1 to run again" runs_again "$1" "$pid"
 }
-runs_again() { [[ "$(docker inspect -f '{{.State.Running}} {{.State.Pid}}' "$(name "$1")")" =~ ^true && ! $(docker inspect -f '{{.State.Pid}}' "$(name "$1")") = "$2" ]]; }
+running() { [ "$(docker inspect -f '{{.State.Running}}' "$(name "$1")")" = true ]; }
+runs_again() { running "$1" && [ "$(docker inspect -f '{{.State.Pid}}' "$(name "$1")")" != "$2" ]; }
 reached() { [ -e "$run/tape/round-0000$1.safetensors" ]; }
-recorded() { until_true 300 "round $1" reached "$1"; say "round $1 is recorded"; }
+recorded() { until_true 400 "round $1" reached "$1"; say "round $1 is recorded"; }
 ended() { # STATUS: that of `start`
   local status
   status=$(page "docker wait")
@@ -179,10 +181,19 @@ one_host() {
   recorded 1
   say "up to the first round: $SECONDS s"
   for each in supernode-1 ray-worker attack dashboard superlink; do fall $each; done
-  page "--scale ray-worker"
+  until_true 400 "round 2, or the end of the run" eval 'reached 2 || ! running start'
+  if ! running start; then # on a busy machine the SuperLink was away for too long
+    say "the run failed with the SuperLink"
+    page "./compose.sh federation up --detach"
+  fi
   recorded 2
+  page "--scale ray-worker"
   fall serverapp
   ended 1
+  page "./compose.sh federation up --detach"
+  dd if=/dev/zero of=federation/runs/ballast bs=1M 2> /dev/null || say "the disk is full"
+  ended 2
+  rm federation/runs/ballast
   page "./compose.sh federation up --detach"
   recorded 3
   fall ray-head

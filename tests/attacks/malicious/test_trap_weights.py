@@ -148,6 +148,6 @@ def test_a_scale_that_is_none_is_refused(scale: float) -> None:
 
 def test_tuning_needs_a_batch_of_public_images() -> None:
     known = knowledge(8, public=7)
-    with pytest.raises(ValueError, match="public images"):
+    with pytest.raises(ValueError, match="auxiliary"):
         crafted(known)
     assert crafted(known, scale=0.9)

@@ -50,9 +50,9 @@ ATTACKS = {
         Objective(cosine(), (total_variation(0.01),)),
         AdamSearch(0.1, True, CUTS),
     ),
-    "annealed, decaying, sampled": GradientMatching(
+    "annealed, decaying": GradientMatching(
         Objective(cosine(), (total_variation(0.01),)),
-        AdamSearch(0.1, decay=0.99, anneal=0.1, samples=2, radius=0.05),
+        AdamSearch(0.1, decay=0.99, anneal=0.1),
     ),
 }
 

@@ -269,7 +269,7 @@ def test_a_null_is_of_the_same_label_and_large_enough() -> None:
     null = torch.cat([torch.arange(10.0), 100 + torch.arange(10.0)])[None].double()
     found = against_null(torch.tensor([[4.5, 104.5, 9.0]]).double(), torch.tensor([0, 1, 0]), null, null_labels)
     assert found[0].tolist() == pytest.approx([0.0, 0.0, 4.5 / torch.arange(10.0).std().item()])
-    with pytest.raises(ValueError, match="label 2"):
+    with pytest.raises(ValueError, match="label"):
         against_null(torch.zeros(1, 1), torch.tensor([2]), null, null_labels)
 
 

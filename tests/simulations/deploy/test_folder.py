@@ -112,6 +112,8 @@ def test_a_folder_that_is_no_deployment_is_refused(tmp_path: Path, capsys: pytes
 def test_an_unfinished_run_is_the_next_one_and_a_complete_one_is_not(fresh: Deployment) -> None:
     first, resumed = fresh.begin("one")
     assert not resumed and fresh.begin("one") == (first, False), "what has not begun begins"
+    with first.ledger(readonly=True) as ledger:
+        assert not ledger.foreign, "an attack service that starts before the server does not take it for a user's app"
     with first.ledger() as ledger:
         assert ledger.meta()["mode"] == "deployment"
         for state in ("training", "failed", "interrupted"):
