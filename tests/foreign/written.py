@@ -126,7 +126,12 @@ for images, labels in loader:
     # ------------------------------------------------------------------------------------------ labels and losses
     "multi_label": {
         "train": """findings = torch.stack([(y % 2 == k % 2).float() for k in range(10)], 1)
-nn.functional.binary_cross_entropy_with_logits(net(x), findings).backward()
+nn.BCEWithLogitsLoss(pos_weight=torch.full((10,), 3.0))(net(x), findings).backward()
+optimizer.step()"""
+    },
+    "weighted": {
+        "train": """loss = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, 10), label_smoothing=0.1)
+loss(net(x), y).backward()
 optimizer.step()"""
     },
     "one_logit": {

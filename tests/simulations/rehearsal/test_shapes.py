@@ -73,8 +73,8 @@ def names(normal: str, full: str) -> list[Any]:
     "name",
     names(
         "factory epochs multi_label",
-        "plain accumulated library batch_norm rows deltas descents two_records own_loop own_strategy files one_logit prices "
-        "autoencoder windows older",
+        "plain accumulated library batch_norm rows deltas descents two_records own_loop own_strategy files weighted "
+        "one_logit prices autoencoder windows older",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
