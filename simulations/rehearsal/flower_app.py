@@ -112,6 +112,7 @@ class AppGrid(Grid):
     Args:
         clients: how many there are at first; more appear if the strategy waits for more.
         most: clients of the app's own federation, if known.
+        folder: of the app's code, to name its line that fails.
     """
 
     def __init__(
@@ -121,8 +122,9 @@ class AppGrid(Grid):
         clients: int,
         observer: Observer,
         most: int | None = None,
+        folder: Path | None = None,
     ):
-        self._app, self._observer = app, observer
+        self._app, self._observer, self._folder = app, observer, folder
         most = most or max(PARTITIONS, clients)
         self._contexts = {
             node: Context(1, node, {"partition-id": node - 1, "num-partitions": most}, RecordDict(), dict(config))
@@ -190,7 +192,7 @@ class AppGrid(Grid):
             self.trained.setdefault(node, []).append(seen)
             return reply
         except Exception as error:  # as with Flower, a client that fails is an error reply
-            self.failed.append(f"client {node - 1}: {blamed(error, None)}")
+            self.failed.append(f"client {node - 1}: {blamed(error, self._folder)}")
             return Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
 
 

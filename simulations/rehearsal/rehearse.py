@@ -126,6 +126,11 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         rows = [row for row in ledger.observations() if row["digest"]]
         numbers = {node: client for client, node in ledger.nodes().items()}
         whole = replies_of(run, ledger) == "weights"
+    if not any(row["client"] == numbers[node] for node in attacked for row in rows):
+        draft.refuse(
+            "uploads", "the attacked clients' replies carry no arrays that can be read", "let them upload weights"
+        )
+        return refused
     rounds = max(row["round"] for row in rows)
     write_draft(draft, observed, attacked, nodes[len(attacked) :], form, target, rounds, files, whole)
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
@@ -144,20 +149,19 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         reported = next(row["examples"] for row in rows if (row["client"], row["round"]) == (client, began))
         try:
             say_what_differs(draft, came, reported, first, scenario.federation.model)
-            kept = _never_sent(scenario, first, came)
+            if kept := _never_sent(scenario, first, came):
+                keep_layers(draft, kept, client, began, files)
+                scenario = draft.scenario()
+            proof, seconds = _proof(run, draft, scenario, first, client, (form, target))
         except UploadMismatch as error:
             draft.refuse("uploads", str(error), "")
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
             return refused
-        if kept:
-            keep_layers(draft, kept, client, began, files)
-            scenario = draft.scenario()
         n = scenario.federation.shards.batch_size
         for node in attacked if truth else ():
             trained = [row["round"] for row in rows if row["client"] == numbers[node]]
             for round, facts in zip(trained, observed.clients[node], strict=False):
                 _write_truth(run.folder / "truth", node, round, *(part[:n] for part in _examples(facts, form, target)))
-        proof, seconds = _proof(run, draft, scenario, first, client, (form, target))
         fit = int(BUDGET / max(seconds, 1e-9))  # updates
         if not kept and fit < len(attacked) * len(own):
             some = sorted(numbers[node] for node in attacked)[: max(1, fit)]
@@ -186,6 +190,9 @@ def _proof(
     """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
 
     Uploads may be gradients, and a rate that was not observed is fitted: both are written into the draft.
+
+    Raises:
+        UploadMismatch: the upload is not the network's.
     """
     x, y = map(torch.from_numpy, _examples(first, *kind))
     batch = Batch(modality_of(scenario.federation.shards.dataset).arranged(x), y)
@@ -193,10 +200,7 @@ def _proof(
         row = next(o for o in ledger.observations() if o["client"] == client and o["digest"])
         for _ in range(MOST_TRIES):
             replies = prepare_app(run, ledger, scenario)
-            try:
-                seen = read_observation(run, ledger, scenario.federation, row["round"], client, row["digest"])
-            except UploadMismatch as error:
-                return str(error), 0.0
+            seen = read_observation(run, ledger, scenario.federation, row["round"], client, row["digest"])
             update, seconds = _computed(scenario, seen, batch)
             along, length = _dot(update, seen.update), _dot(update, update)
             if replies == "updates" and along < 0:

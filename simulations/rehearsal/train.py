@@ -43,7 +43,7 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
         server, client = app.part(app.server), app.part(app.client)
     except BaseException as error:
         return {"error": f"the app cannot be imported: {blamed(error, folder)}"}
-    grid = AppGrid(client, app.config, plan["clients"], observer, app.clients)
+    grid = AppGrid(client, app.config, plan["clients"], observer, app.clients, folder)
     recorder = AppRecorder(run, {}, folder, ())
     try:
         with flower(), recorder.training():
