@@ -3,7 +3,8 @@
 import argparse
 import shlex
 import sys
-from contextlib import chdir
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,7 +34,7 @@ def app(options: argparse.Namespace) -> int:
     """Carry out `fedgauge app DIR`."""
     from fedgauge.simulations.cli.main import main
     from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
-    from fedgauge.simulations.rehearsal.flower_app import importing, mirror
+    from fedgauge.simulations.rehearsal.flower_app import importing
     from fedgauge.simulations.rehearsal.rehearse import observe, rehearse
     from fedgauge.simulations.reports.report import write_report
 
@@ -44,10 +45,8 @@ def app(options: argparse.Namespace) -> int:
         apply_setting(settings, setting)
     folder, draft = options.folder.resolve(), options.draft and options.draft.resolve()
     run, observed = observe(folder, options.runs.resolve(), settings, options.clients, console)
-    sys.argv = sys.argv[:1]  # the app's code is imported, and may read it
-    with TemporaryDirectory() as copy, chdir(copy):
-        mirror(folder, Path(copy))
-        found = rehearse(run, observed, Path(copy), options.clients, truth=not options.no_truth)
+    with _copied(folder) as copy:
+        found = rehearse(run, observed, copy, options.clients, truth=not options.no_truth)
         for failure in observed.failed[:3]:
             console.print(f"a client failed: {failure}")
         for problem in found.draft.problems:
@@ -60,7 +59,7 @@ def app(options: argparse.Namespace) -> int:
             return INAPPLICABLE
         console.print(found.proof)
         given = [str(run.folder), "--log", options.log, *([] if options.no_truth else ["--truth", str(found.truth)])]
-        with components.allowing(found.packages, importing(Path(copy))):
+        with components.allowing(found.packages, importing(copy)):
             status = main(["audit", *given])
             write_report(run)
     allow = " ".join(f"--allow {package}" for package in found.packages)
@@ -73,3 +72,18 @@ def app(options: argparse.Namespace) -> int:
         with read_once(run) as reading:
             return conclude_gate(options, gate_of_run(reading, thresholds), run.folder) or status
     return status
+
+
+@contextmanager
+def _copied(folder: Path) -> Iterator[Path]:
+    """Work in a copy of an app's folder, where its code is imported: it may write there, and read a command line without ours."""
+    from fedgauge.simulations.rehearsal.flower_app import mirror
+
+    arguments, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        with TemporaryDirectory() as copy, chdir(copy), components.allowing(()):
+            mirror(folder, Path(copy))
+            sys.path[:] = [place for place in sys.path if Path(place).resolve() != folder]
+            yield Path(copy)
+    finally:
+        sys.argv = arguments

@@ -32,7 +32,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Target:
-    """What a loss compares with the network's output.
+    """Labels, as a loss compares them with the network's output.
 
     Attributes:
         name: of torch's function.

@@ -44,7 +44,7 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     except BaseException as error:
         return {"error": f"the app cannot be imported: {blamed(error, folder)}"}
     grid = AppGrid(client, app.config, plan["clients"], observer, app.clients, folder)
-    recorder = AppRecorder(run, {}, folder, ())
+    recorder = AppRecorder(run, {}, Path(plan["folder"]), ())
     try:
         with flower(), recorder.training():
             server(tapped(grid, recorder), Context(1, 0, {}, RecordDict(), dict(app.config)))
