@@ -322,7 +322,7 @@ def _training(
         values["weight_decay"] = float(group["weight_decay"])
     if scale != 1:
         _rescale(values, scale)
-    accumulate = steps[0]["passes"]
+    accumulate = max(1, steps[0]["passes"])
     if accumulate > 1:
         values["accumulate"] = accumulate
     if max(sizes) < n:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 MOST_BYTES = 1 << 28  # of the inputs kept for one client and round
@@ -181,7 +181,7 @@ class Training:
         self.means = []
 
     def steps_by(self, optimizer: Optimizer) -> None:
-        """Note a step of an optimizer."""
+        """Note a step of an optimizer, after it: some pass data through the network within the step."""
         groups = [
             {k: v for k, v in group.items() if isinstance(v, bool | int | float | tuple | list) and k != "params"}
             for group in optimizer.param_groups
@@ -216,7 +216,7 @@ class Observer:
         self._now: Training | None = None
         self._trained = False
         nn.Module.__call__ = self._watched(nn.Module.__call__)  # type: ignore[method-assign]
-        register_optimizer_step_pre_hook(self._step)
+        register_optimizer_step_post_hook(self._step)
         for place in (nn.utils, nn.utils.clip_grad):
             self._before(place, "clip_grad_norm_", _clips)
             self._before(place, "clip_grad_value_", _clips_values)

@@ -97,6 +97,16 @@ SHAPES: dict[str, dict[str, str]] = {
     optimizer.step()
     optimizer.zero_grad()""",
     },
+    "closure": {
+        "train": """def loss():
+    optimizer.zero_grad()
+    value = nn.functional.cross_entropy(net(x), y)
+    value.backward()
+    return value
+
+
+optimizer.step(loss)"""
+    },
     "groups": {
         "optimizer": """groups = [{"params": net.body.parameters(), "lr": 0.01}, {"params": net.head.parameters(), "lr": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.1)"""

@@ -73,7 +73,7 @@ def names(normal: str, full: str) -> list[Any]:
     "name",
     names(
         "factory epochs multi_label",
-        "plain accumulated library batch_norm rows deltas descents two_records own_loop own_strategy files weighted "
+        "plain accumulated closure library batch_norm rows deltas descents two_records own_loop own_strategy files weighted "
         "one_logit prices autoencoder windows older",
     ),
 )
