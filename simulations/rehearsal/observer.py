@@ -227,7 +227,6 @@ class Observer:
         """Observe one client in one round."""
         self._now = now = Training(start=None if self._trained else {})
         self._trained = True
-        _watch_opacus(self)
         factories = _Factories()
         before = sys.getprofile()
         sys.setprofile(factories)
@@ -252,6 +251,7 @@ class Observer:
                     now.enters(module, args, kwargs)
                     if now.network is not None and sys.getprofile() is not None:
                         sys.setprofile(None)  # the network is built: the rest runs at full speed
+                        _watch_opacus(self)  # which the app may have imported only now
                 result = call(module, *args, **kwargs)
                 if now.depth == 1:
                     now.leaves(module, result)

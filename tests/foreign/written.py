@@ -121,8 +121,9 @@ optimizer.step(loss)"""
             p -= 0.05 * p.grad""",
     },
     "private": {
-        "imports": "from opacus import PrivacyEngine\n",
-        "train": """loader = DataLoader(TensorDataset(x, y), batch_size=8)
+        "train": """from opacus import PrivacyEngine
+
+loader = DataLoader(TensorDataset(x, y), batch_size=8)
 settings = {"noise_multiplier": 0.01, "max_grad_norm": 1.0, "poisson_sampling": False}
 net, optimizer, loader = PrivacyEngine().make_private(
     module=net, optimizer=optimizer, data_loader=loader, **settings
