@@ -48,7 +48,8 @@ from fedgauge.simulations.rehearsal.train import OBSERVED
 from fedgauge.simulations.run.create import prepare_app
 from fedgauge.simulations.run.launch import OwnProcess
 
-BUDGET = 0.1  # CPU seconds for all attacked updates once: a search computes each hundreds of times
+SEVERAL = 0.03  # CPU seconds for all attacked updates once, above which fewer are attacked: a search takes hundreds of times as many
+SLOW = 0.1  # for a single update, above which a search has fewer iterations
 LEAST = 10  # iterations of a search
 EXACT = 1e-4  # relative error that rounding during training explains
 STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
@@ -162,13 +163,13 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
             trained = [row["round"] for row in rows if row["client"] == numbers[node]]
             for round, facts in zip(trained, observed.clients[node], strict=False):
                 _write_truth(run.folder / "truth", node, round, *(part[:n] for part in _examples(facts, form, target)))
-        fit = int(BUDGET / max(seconds, 1e-9))  # updates
+        fit = int(SEVERAL / max(seconds, 1e-9))  # updates
         if not kept and fit < len(attacked) * len(own):
             some = sorted(numbers[node] for node in attacked)[: max(1, fit)]
             attack_some(draft, some, began, "updates take long to compute")
             draft.note("cost", f"only round {began} of {len(some)} clients is attacked", "for more change [audit]")
-        if fit < 1:
-            fewer = max(LEAST, round(ITERATIONS["quick"] * BUDGET / seconds))
+        if seconds > SLOW:
+            fewer = max(LEAST, round(ITERATIONS["quick"] * SLOW / seconds))
             cut_searches(draft, scenario.federation, fewer)
             draft.note(
                 "cost", f"searches have {fewer} iterations", 'for more set effort = "quick" and remove [[attack]]'
