@@ -48,7 +48,7 @@ from fedgauge.simulations.rehearsal.train import OBSERVED
 from fedgauge.simulations.run.create import prepare_app
 from fedgauge.simulations.run.launch import OwnProcess
 
-SEVERAL = 0.03  # CPU seconds for all attacked updates once, above which fewer are attacked: a search takes hundreds of times as many
+SEVERAL = 0.03  # CPU seconds for all attacked updates once; above, fewer are attacked: a search computes each hundreds of times
 SLOW = 0.1  # for a single update, above which a search has fewer iterations
 LEAST = 10  # iterations of a search
 EXACT = 1e-4  # relative error that rounding during training explains
