@@ -113,11 +113,11 @@ def _target(name: str, options: Mapping[str, Any], outputs: int, reconstructs: b
         return Target(name, {"use": "reconstruction", **settings}, outputs, True, tuple(given))
     classes = 2 if outputs == 1 and name in TWO_CLASSES else outputs
     if name in OF_TORCH:
-        kept = {k: v for k, v in given.items() if isinstance(v, bool | int | float | str)}
-        left_out = tuple(given.keys() - kept.keys())
-        return Target(name, {"use": f"torch.nn.functional:{name}", **kept}, classes, left_out=left_out)
+        plain = {k: v for k, v in given.items() if isinstance(v, bool | int | float | str)}
+        left_out = tuple(given.keys() - plain.keys())
+        return Target(name, {"use": f"torch.nn.functional:{name}", **plain}, classes, left_out=left_out)
     own, shared = OWN[name]
-    kept = {k: v for k, v in given.items() if k in shared}
+    kept: dict[str, Any] = {k: v for k, v in given.items() if k in shared}
     if isinstance(weight := kept.get("pos_weight"), float):
         kept["pos_weight"] = [weight]
     table = {"use": own, **kept} if kept or name not in OF_CLASSES else {}
