@@ -323,15 +323,18 @@ mine.config = __import__("flwr").app.ConfigRecord()
 mine.start(grid, start, rounds, hurry=False)""",
     },
     "files": {
+        "imports": "from pathlib import Path\n\n",
+        "optimizer": 'optimizer = torch.optim.SGD(net.parameters(), lr=float(Path("rate.txt").read_text()))',
+        "train": PLAIN["train"] + '\ntorch.save(net.state_dict(), "model.pt")',
+    },
+    "script": {
         "imports": """import argparse
 from pathlib import Path
 
 argparse.ArgumentParser().parse_args()
 Path(__file__).with_name("log.txt").write_text("started")
 Path("rate.txt").open("a").write("  ")
-""",
-        "optimizer": 'optimizer = torch.optim.SGD(net.parameters(), lr=float(Path("rate.txt").read_text()))',
-        "train": PLAIN["train"] + '\ntorch.save(net.state_dict(), "model.pt")',
+"""
     },
     # --------------------------------------------------------------------------------------- nothing to attack
     "trees": {

@@ -20,10 +20,6 @@ class Net(nn.Module):
 NET = Net()
 
 
-def get_parameters():
-    return [value.numpy() for value in NET.state_dict().values()]
-
-
 class Client(NumPyClient):
     def __init__(self, partition):
         digits = load_digits()
@@ -31,13 +27,16 @@ class Client(NumPyClient):
         self.x = torch.tensor(digits.images[mine, None], dtype=torch.float32) / 16
         self.y = torch.tensor(digits.target[mine])
 
+    def get_parameters(self, config):
+        return [value.numpy() for value in NET.state_dict().values()]
+
     def fit(self, parameters, config):
         NET.load_state_dict({k: torch.tensor(v) for k, v in zip(NET.state_dict(), parameters, strict=True)})
         optimizer = torch.optim.SGD(NET.parameters(), lr=config["rate"])
         nn.functional.cross_entropy(NET(self.x), self.y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return get_parameters(), len(self.x), {}
+        return self.get_parameters(config), len(self.x), {}
 
 
 def client_fn(context):

@@ -155,7 +155,7 @@ def test_an_app_that_does_not_train_is_refused_in_a_sentence(
     "name",
     [
         *("deltas", "own_head", "rows", "gradients", "sentences", "next_words", "lora", "trainer", "older"),
-        *("multi_label", "one_logit", "prices", "autoencoder", "windows"),
+        *("multi_label", "one_logit", "prices", "autoencoder", "windows", "script"),
     ],
 )
 def test_the_verdict_is_graded_by_what_was_observed(name: str, folder: Path) -> None:
