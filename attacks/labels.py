@@ -57,7 +57,7 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
         raise NotRestored(f"labels of several dimensions are not restored; {OPTIMISED}")
     if isinstance(kind, Mask):
         raise NotRestored(f"a mask is not restored; {OPTIMISED}")
-    if not is_cross_entropy(known.loss):
+    if not is_cross_entropy(known.loss) or type(kind) not in (LabelKind, Binary):
         outputs = outputs_of(known, wave.params, _classifier(known))
         if not like_two_logits(known, outputs):
             noisy = known.chain.update_distribution != UpdateDistribution()
@@ -241,8 +241,8 @@ def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
         weight, bias = torch.cat([-weight, weight]), None if bias is None else torch.cat([-bias, bias])
     if len(weight) != known.classes:
         raise ValueError(
-            f"the last fully connected layer, {layer!r}, has {len(weight)} outputs for {known.classes} classes:"
-            " label restoration needs a fully connected classifier"
+            f"the network is no classifier: its last fully connected layer, {layer!r}, has {len(weight)} outputs for "
+            f"{known.classes} classes"
         )
     return weight, None if bias is None else -_exact(bias)
 
@@ -426,14 +426,14 @@ def _counts_of_direction(system: np.ndarray, direction: np.ndarray, batch_size: 
     return max(improved, key=lambda pair: pair[0])[1]
 
 
-def _exchanged(gram: np.ndarray, pull: np.ndarray, counts: np.ndarray) -> tuple[float, np.ndarray]:
+def _exchanged(gram: np.ndarray, products: np.ndarray, counts: np.ndarray) -> tuple[float, np.ndarray]:
     """Replace one example's class at a time while that turns system k towards the direction: (cosine up to scale, k)."""
     size = gram.diagonal()
-    best = float(pull @ counts / np.sqrt(max(counts @ gram @ counts, 1e-24)))
+    best = float(products @ counts / np.sqrt(max(counts @ gram @ counts, 1e-24)))
     while True:
         along = gram @ counts
         norms = counts @ along + size[:, None] + size - 2 * gram + 2 * (along - along[:, None])  # of k - e_i + e_j
-        cosines = (pull @ counts + pull - pull[:, None]) / np.sqrt(np.maximum(norms, 1e-24))
+        cosines = (products @ counts + products - products[:, None]) / np.sqrt(np.maximum(norms, 1e-24))
         cosines[counts == 0] = -np.inf
         i, j = np.unravel_index(cosines.argmax(), cosines.shape)
         if cosines[i, j] <= best + 1e-12:

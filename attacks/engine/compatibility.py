@@ -79,7 +79,7 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         why = f"returns a {type(logits).__name__}{held}, expected only the logits (B, classes)"
         return Problem("no logits", "the model", why, "wrap it in a module that returns them")
     shape = tuple(logits.shape)
-    if len(shape) < 2 or len(logits) != len(x) or (outputs and shape != outputs):
+    if not shape or len(logits) != len(x) or (outputs and shape != outputs):
         why = f"returns logits of shape {shape} for a batch of {len(x)}, expected {outputs or '(B, classes)'}"
         return Problem("logits", "the model", why, "its factory is offered `shape` and `classes`")
     if not logits.isfinite().all():
@@ -90,7 +90,9 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
     for (layer, outs), (_, others) in zip(ended, again, strict=False):
         if not all(map(_equal, outs, others)):
             why = "draws random numbers, and the attacker's differentiable update lacks its draws"
-            return Problem("draws", layer, why, "set its probability to 0, or put it in eval mode")
+            return Problem(
+                "draws", layer, why, "set its probability to 0, put it in eval mode, or let it return its mean"
+            )
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import check_part
+from fedgauge.client.components import Checked, Share
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Update, norm
 
@@ -26,7 +26,7 @@ class InnerProducts(NamedTuple):
     expected: Tensor
 
 
-class Distance(ABC):
+class Distance(Checked, ABC):
     """A frozen dataclass: its fields are the distance's parameters."""
 
     @property
@@ -209,10 +209,7 @@ class visible(_OverOther):
 class largest(_OverOther):
     """Another distance over a share of each tensor's entries: those that are largest in the observed update."""
 
-    keep: float
-
-    def __post_init__(self) -> None:
-        check_part(self, "keep")
+    keep: Share
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         kept = {k: self._kept(seen[k]) for k in expected}
