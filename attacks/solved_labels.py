@@ -1,7 +1,7 @@
 """Labels under any loss: the classifier's gradient gives the outputs of a single example, and the loss then its label.
 
 For one example the weight gradient is g e^T and the bias gradient g = dL/dz: both give the features e, and so the outputs
-z = W e + b. The label is the one whose derivative at z is g. For B examples with more than B findings the gradient is a sum of B
+z = W e + b. The label has the derivative g at z. For B examples with more than B findings the gradient is a sum of B
 such products: its columns span the derivatives g_i, which few combinations of findings fit.
 """
 
@@ -32,6 +32,7 @@ class NotRestored(ValueError):
     """The labels cannot be restored, but a search may optimise them together with the examples."""
 
 
+Activation = Callable[[Tensor], Tensor]
 Outputs = Callable[[Tensor], Tensor]  # the classifier's outputs (N, D) -> the network's outputs
 
 
@@ -49,10 +50,8 @@ def outputs_of(known: Knowledge, params: Params, layer: str) -> Outputs:
     result, calls = called(known.model, params, known.normalise(x.to(next(iter(params.values())))))
     last = [call for call in calls if call.name == layer][-1]
     if last.output.shape[:1] == result.shape[:1] and last.output.numel() == result.numel():
-        probabilities: list[Callable[[Tensor], Tensor]] = [
-            partial(f, dim=-1) for f in (torch.softmax, torch.log_softmax)
-        ]
-        for activation in (*ACTIVATIONS.values(), *probabilities):
+        shares: list[Activation] = [partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1)]
+        for activation in [*ACTIVATIONS.values(), *shares]:
             if close(activation(last.output).view_as(result), result):
                 return partial(_outputs, activation, result.shape[1:])
     raise NotRestored(
@@ -148,7 +147,7 @@ def _distance(off: Tensor, spread: Tensor) -> Tensor:
 
 
 def like_two_logits(known: Knowledge, outputs: Outputs) -> bool:
-    """Return whether one output stands for two logits (0, z): the loss is the binary cross-entropy, of sigmoid(z) - y."""
+    """Return whether one output is a pair of logits (0, z): the loss is the binary cross-entropy, of sigmoid(z) - y."""
     if type(known.label_kind) is not Binary:
         return False
     z, y = torch.linspace(-2, 2, 10, dtype=torch.float64), torch.arange(10) % 2

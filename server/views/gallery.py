@@ -175,6 +175,16 @@ class Gallery:
                 found[round, client, one] = strength if math.isnan(known) or strength > known else known
         return dict(sorted(found.items()))
 
+    def leaked(self) -> dict[Place, float]:
+        """Return the attacked examples that beat every baseline; of a batch that only its client knows, its best one."""
+        every = self.reading.scores.of_metric(self.reading.scores.measure.metric)
+        guesses = every.where(~every.by_attacks & ~every.by_limits & ~np.isnan(every.value))
+        known, floors = 2 if every.unordered else 3, dict[tuple[int, ...], float]()
+        places = zip(guesses.round.tolist(), guesses.client.tolist(), guesses.example.tolist(), strict=True)
+        for place, value in zip(places, (every.measure.sign * guesses.value).tolist(), strict=True):
+            floors[place[:known]] = max(value, floors.get(place[:known], -math.inf))
+        return {place: s for place, s in self.attacked().items() if s > floors.get(place[:known], -math.inf)}
+
     def page(self, round: int | None = None, client: int | None = None, offset: int = 0) -> Page:
         """Return the cards of a round and a client, the worst leak first; None: of all."""
         everything = self.attacked()
@@ -290,10 +300,9 @@ def sample_of(gallery: Gallery) -> list[Place]:
 
 
 def worst_cases(gallery: Gallery, count: int) -> list[Card]:
-    """Return the examples with the best reconstructions, each once."""
-    graded = {place: s for place, s in gallery.attacked().items() if not math.isnan(s)}
+    """Return the examples with the best reconstructions, each once; only those that beat every baseline."""
     main, found = gallery.reading.scores.measure, dict[tuple[int, ...], Card]()
-    for round, client, example in ordered(graded):
+    for round, client, example in ordered(gallery.leaked()):
         rows = gallery.rows_at(round, client)
         key = (client, rows[example]) if example < len(rows) else (round, client, example)
         if key not in found:

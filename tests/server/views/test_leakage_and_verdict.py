@@ -16,6 +16,7 @@ from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
 from fedgauge.client.labels import SCORED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, Participation
+from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leak_tables import rounds_table, summary_table
 from fedgauge.server.views.leakage import Leak, leakage
@@ -444,6 +445,17 @@ def test_findings_and_numbers_leak_where_a_guess_from_public_labels_is_worse(
         labels = restored_labels(reading)
         assert labels is not None and (labels.attack, labels.leaks) == ("matching", leak)
         assert (labels.score, labels.guess) == pytest.approx((sum(restored) / 2, sum(guessed) / 2))
+
+
+def test_only_examples_that_beat_every_baseline_are_shown_as_worst_cases(ledger: Ledger) -> None:
+    cells: dict[Cell, Values | None] = {
+        (1, 0, "matching"): {"psnr": [30.0, 12.0]},
+        (1, 0, "mean_image"): {"psnr": [11.0, 14.0]},
+        (1, 0, "random_image"): {"psnr": [13.0, 8.0]},
+    }
+    score(ledger, cells)
+    gallery = Gallery(LedgerAlone(ledger))
+    assert gallery.leaked() == {(1, 0, 0): 30.0} and len(gallery.attacked()) == 2
 
 
 def test_how_well_labels_are_guessed_depends_on_how_common_the_classes_are(tmp_path: Path) -> None:
