@@ -23,7 +23,7 @@ DEFAULTS = {"weight": None, "pos_weight": None, "reduction": "mean", "ignore_ind
 
 @dataclass(frozen=True)
 class Target:
-    """What a loss compares with the network's output.
+    """The labels that a loss compares with the outputs.
 
     Attributes:
         name: of torch's function.
