@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Checked, Count, Positive
 from fedgauge.client.data.images import by_channel
 from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.columns import Columns
@@ -279,7 +279,7 @@ def per_example_loop(link: Transform) -> Transform:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Checked):
     """The budget of one attack on one observation.
 
     Args:
@@ -292,13 +292,9 @@ class Budget:
         '1,000 iterations x 2 restarts'
     """
 
-    iterations: int = 500
-    restarts: int = 1
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "iterations", "restarts")
-        check_above_zero(self, "seconds")
+    iterations: Count = 500
+    restarts: Count = 1
+    seconds: Positive | None = None
 
     def __str__(self) -> str:
         words = f"{_counted(self.iterations, 'iteration')} x {_counted(self.restarts, 'restart')}"
@@ -353,7 +349,7 @@ def _moved(t: Tensor | None, device: torch.device) -> Tensor | None:
     return None if t is None else t.to(device)
 
 
-class Attack(ABC):
+class Attack(Checked, ABC):
     """A frozen dataclass: its fields are the hyperparameters, its methods state capabilities and needs."""
 
     is_stateful: ClassVar[bool] = False  # whether it remembers what it learned from a client's earlier updates

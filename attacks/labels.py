@@ -57,7 +57,7 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
         raise NotRestored(f"labels of several dimensions are not restored; {OPTIMISED}")
     if isinstance(kind, Mask):
         raise NotRestored(f"a mask is not restored; {OPTIMISED}")
-    if not is_cross_entropy(known.loss):
+    if not is_cross_entropy(known.loss) or type(kind) not in (LabelKind, Binary):
         outputs = outputs_of(known, wave.params, _classifier(known))
         if not like_two_logits(known, outputs):
             noisy = known.chain.update_distribution != UpdateDistribution()
@@ -241,8 +241,8 @@ def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
         weight, bias = torch.cat([-weight, weight]), None if bias is None else torch.cat([-bias, bias])
     if len(weight) != known.classes:
         raise ValueError(
-            f"the last fully connected layer, {layer!r}, has {len(weight)} outputs for {known.classes} classes:"
-            " label restoration needs a fully connected classifier"
+            f"the network is no classifier: its last fully connected layer, {layer!r}, has {len(weight)} outputs for "
+            f"{known.classes} classes"
         )
     return weight, None if bias is None else -_exact(bias)
 

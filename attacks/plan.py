@@ -22,13 +22,15 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import GUESSES, HELD, MEMBER
 from fedgauge.attacks.modality.registry import BASELINES, MODALITIES
 from fedgauge.client.components import (
+    Checked,
     ComponentKind,
+    Count,
+    Natural,
     SpecError,
     Table,
     build,
     call,
     check_arguments,
-    check_at_least,
     coerce,
     is_own,
 )
@@ -187,7 +189,7 @@ class PlannedAttack:
 
 
 @dataclass(frozen=True)
-class AttackPlan:
+class AttackPlan(Checked):
     """The attacks, and which rounds and clients they attack.
 
     Args:
@@ -205,10 +207,10 @@ class AttackPlan:
 
     attacks: tuple[PlannedAttack, ...]
     rounds: tuple[int, ...] | None = None
-    every: int = 1
+    every: Count = 1
     clients: tuple[int, ...] | None = None
-    wave: int = 8
-    seed: int = 0
+    wave: Count = 8
+    seed: Natural = 0
 
     @classmethod
     def from_tables(
@@ -264,10 +266,6 @@ class AttackPlan:
                 if not low <= value <= high:
                     raise SpecError(f"[audit]: {key} must be in {low}..{high}, got {value}")
         return call(cls, arguments, "[audit]")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "every", "wave")
-        check_at_least(self, 0, "seed")
 
     def attacks_round(self, round: int) -> bool:
         """Return whether the plan attacks a round (1-based)."""

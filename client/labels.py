@@ -119,7 +119,7 @@ class Binary(LabelKind):
         return None if self.public is None else self.public.mode().values.expand(count)
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return ((outputs.flatten(1)[:, 0] > _middle(self.tried)) == (y > 0.5)).double()
+        return ((outputs.view(len(y), -1)[:, 0] > _middle(self.tried)) == (y > 0.5)).double()
 
 
 class Findings(Binary):
@@ -200,11 +200,15 @@ class Numbers(LabelKind):
         if not exact:
             return None
         y = self._public.mean(0)[None].to(seen)
+        sums = self._public.flatten(1).sum(1) if self._public.dim() > 1 else torch.zeros(1)
+        shares = bool((sums - 1).abs().max() < SAME)  # probabilities: their sum is known too
         for _ in range(STEPS):
             by_label = torch.autograd.functional.jacobian(slope, y).reshape(seen.numel(), y.numel())
             off = (slope(y) - seen).detach().flatten()
             if float(off.norm()) <= EXACT * float(seen.norm()):
                 break
+            if shares:
+                by_label, off = torch.cat([by_label, torch.ones_like(y)]), torch.cat([off, y.sum()[None] - 1])
             y = y - (torch.linalg.pinv(by_label) @ off).view_as(y)
         left = (slope(y) - seen).detach()
         if not bool(by_label.any()):  # as in the linear part of a Huber loss

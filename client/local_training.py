@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Count, NotNegative, Positive
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import Link, TransformState, UpdateDistribution
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, norm
@@ -30,25 +30,22 @@ class LocalTraining(local_sgd):
     """
 
     optimizer: OptimizerName = "sgd"
-    momentum: float = 0.0
+    momentum: NotNegative = 0.0
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.0
     schedule: Schedule = "constant"
-    step_size: int = 1
+    step_size: Count = 1
     gamma: float = 0.1
     shuffle: bool = False
-    accumulate: int = 1
-    max_norm: float | None = None
+    accumulate: Count = 1
+    max_norm: Positive | None = None
     examples: int | None = None
     smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 0, "eps", "weight_decay", "momentum")
-        check_at_least(self, 1, "accumulate", "step_size")
-        check_above_zero(self, "max_norm")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         if self.optimizer != "sgd" and (self.momentum or self.nesterov):

@@ -11,9 +11,10 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Count, NotNegative, Positive
 from fedgauge.client.models.losses import loss_of
 from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
@@ -55,12 +56,16 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def drawing(model: nn.Module, rng: Generator | None) -> Iterator[Sequence[StochasticLayer]]:
-    """Give the stochastic layers a generator; afterwards the state of the pass is dropped."""
+    """Give the stochastic layers a generator, and dropout a seed from it; afterwards the state of the pass is dropped."""
     layers = [m for m in model.modules() if isinstance(m, StochasticLayer)]
+    drops = rng is not None and any(isinstance(m, _DropoutNd) and m.training and m.p for m in model.modules())
     for layer in layers:
         layer.rng = rng
     try:
-        yield layers
+        with torch.random.fork_rng(devices=[], enabled=drops):
+            if drops:
+                torch.manual_seed(int(torch.randint(2**62, (), generator=rng)))
+            yield layers
     finally:
         for layer in layers:
             layer.rng = layer.penalty = None
@@ -195,15 +200,10 @@ class local_sgd(Link):
         4
     """
 
-    rate: float
-    steps: int = 1
-    batch_size: int | None = None
-    proximal_mu: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "rate")
-        check_at_least(self, 1, "steps", "batch_size")
-        check_at_least(self, 0, "proximal_mu")
+    rate: Positive
+    steps: Count = 1
+    batch_size: Count | None = None
+    proximal_mu: NotNegative = 0.0
 
     @property
     def accumulated(self) -> int:

@@ -18,7 +18,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Recons
 from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.malicious.server_attack import ServerAttack, fill_with_mean
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import Table, check_at_least
+from fedgauge.client.components import Count, Table
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_per_example
@@ -50,10 +50,7 @@ def separate(model: nn.Module, count: int = 8) -> SeparateNetworks:
 class separate_models(ServerAttack):
     """Gives each example its own network, by the architecture only; count: the batch size."""
 
-    count: int = 8
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "count")
+    count: Count = 8
 
     @property
     def architecture(self) -> Table:

@@ -14,7 +14,7 @@ from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.limit import detectability, pair_area, power
 from fedgauge.attacks.membership.scores import SCORES, Scoring, against_non_members, calibrated, classes_of
 from fedgauge.attacks.modality.membership import HELD, LABELS_ALONE, MEMBER, RATES
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count, Natural
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch, concatenate
 
@@ -44,12 +44,8 @@ class membership(Measure):
         "loss",
         "label_frequency",
     ] = "likelihood_ratio"
-    strangers: int = 1000
-    held: int = 40
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "strangers")
-        check_at_least(self, 0, "held")
+    strangers: Count = 1000
+    held: Natural = 40
 
     @property
     def metric(self) -> str:

@@ -31,6 +31,7 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Loss
 
 Reduction = Literal["mean", "sum"]
+FAR = 1e6  # an output so far off that a loss without a lower bound shows it
 PROBES = 6  # examples on which a loss is tried
 TOKENS = 3  # of each, where a loss is of tokens
 IGNORED = -100  # the label of a token that nothing is learnt from
@@ -232,7 +233,7 @@ def per_example_accuracy(logits: Tensor, y: Tensor, kind: LabelKind) -> Tensor:
     return (guess == y).double().sum(1) / (y != IGNORED).sum(1).clamp(min=1)
 
 
-LOSS = ComponentKind("a loss", ("fedgauge.losses",), Criterion, annotated=False, outside=(Criterion, nn.Module, Tensor))
+LOSS = ComponentKind("a loss", ("fedgauge.losses",), Criterion, False, (Criterion, nn.Module, Tensor), instances=True)
 CROSS_ENTROPY: Table = {"use": "cross_entropy"}
 
 
@@ -240,15 +241,20 @@ def named_loss(table: Table, where: str) -> Loss:
     """The loss that a table names, untried; for the plain cross-entropy, torch's own function.
 
     A user's loss is a function (outputs, labels, ...) with further arguments from the table, or a class with instances that take
-    outputs and labels. If its third parameter is called x, it also gets the network's input.
+    outputs and labels, or such an instance. If its third parameter is called x, it also gets the network's input.
 
     Raises:
         SpecError: it does not exist, or has other arguments.
     """
     target = resolve(table, where, LOSS)
     arguments = {k: v for k, v in table.items() if k != "use"}
-    if inspect.isclass(target):
-        loss: Loss = call(target, check_arguments(target, arguments, where), where)
+    if not inspect.isfunction(target):
+        if arguments and not inspect.isclass(target):
+            raise SpecError(
+                f"{where}: {table['use']!r} is built already, so it takes no argument {next(iter(arguments))!r}"
+            )
+        built = inspect.isclass(target)
+        loss: Loss = call(target, check_arguments(target, arguments, where), where) if built else target
         reads = list(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters)
     else:
         reads = list(inspect.signature(target).parameters)
@@ -328,7 +334,7 @@ def fitted_loss(
         shuffled = y.roll(1, 0) if bool((y.roll(1, 0) != y).any()) else y
         reads = bool((form_of(outputs, y, x) - form_of(outputs, shuffled, x)).detach().abs() > 0)
         kind = label_kind(public, outputs, reads)
-        _check_kind(loss, kind, table, where, outputs, public, classes)
+        _check_kind(loss, form_of, kind, table, where, tried, public, classes)
         plain = form == 0 and not isinstance(loss, FittedLoss)
         return loss if plain else form_of, kind(public, (outputs.detach(), y, x))
     if label_kind(public, outputs, True) is Mask and outputs.shape[2:] != y.shape[y.dim() - outputs.dim() + 2 :]:
@@ -356,10 +362,19 @@ def _said(error: Exception | None) -> str:
 
 
 def _check_kind(
-    loss: Loss, kind: type[LabelKind], table: Table, where: str, outputs: Tensor, public: Tensor, classes: int
+    loss: Loss,
+    form_of: Loss,
+    kind: type[LabelKind],
+    table: Table,
+    where: str,
+    tried: tuple[Tensor, Tensor, Tensor],
+    public: Tensor,
+    classes: int,
 ) -> None:
     """Refuse labels of one kind under a loss of another."""
+    outputs, y, x = tried
     single = outputs[0].numel() == 1
+    far = FAR * ((y > 1).float() - (y < 0).float())  # where a cross-entropy of two classes falls without bound
     numbers = kind is Numbers and not bool(((public >= 0) & (public <= 1)).all())
     if single and kind is not NoLabel and not public.is_floating_point() and classes > 2:
         why = f"the network has one output, and [data] has {classes} classes: let it return {classes}"
@@ -370,7 +385,7 @@ def _check_kind(
             return
         other = "binary_cross_entropy" if kind is Findings else "mean_squared_error"
         why = f'{table["use"]} takes one class an example, and the labels are {kind.noun}: set use = "{other}"'
-    elif isinstance(loss, binary_cross_entropy) and numbers:
+    elif numbers and y.numel() == outputs.numel() and loss_of(form_of, far.view_as(outputs), y, x) < -SAME * FAR:
         why = f'{table["use"]} takes labels from 0 to 1, and the labels are numbers: set use = "mean_squared_error"'
     else:
         return

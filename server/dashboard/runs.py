@@ -9,6 +9,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
+from xxhash import xxh3_64_hexdigest
+
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.reading import RunLine, RunSnapshot, run_line
@@ -92,6 +94,20 @@ class RunCatalog:
                         self._readings.pop(reading.run.name, None)
                     raise
             return ask(readings)
+
+    def version(self, name: str | None) -> str:
+        """Return a value that changes with the files of a run; None: of all runs."""
+        names = self.names() if name is None else [self.run(name).name]
+        return xxh3_64_hexdigest(repr([(each, self._state(each)) for each in names]).encode(errors="replace"))
+
+    def _state(self, name: str) -> object:
+        try:
+            run = self.run(name)
+            paths = [run.folder / f"ledger.sqlite{tail}" for tail in ("", "-wal")]
+            stamps = [(stat.st_mtime_ns, stat.st_size) for path in paths if path.exists() for stat in [path.lstat()]]
+            return stamps, [run.at_work(purpose) for purpose in ("training", "audit")]
+        except (UnknownRun, LedgerError, OSError) as error:
+            return str(error)
 
     def lines(self) -> list[RunLine | BrokenRun]:
         """Return a line for each run."""

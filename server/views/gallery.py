@@ -115,12 +115,6 @@ class Gallery:
         return [a for a in self.reading.order if is_attack(a)]
 
     @cached_property
-    def given(self) -> set[str]:
-        """Attacks that are given the labels."""
-        planned = self.reading.ledger.planned()
-        return {name for name, attack in planned.items() if attack.labels == "given"}
-
-    @cached_property
     def shards(self) -> Shards | None:
         """The private data; None if it is not on this machine."""
         scenario = None if self.reading.ledger.deployed else self.reading.built
@@ -280,7 +274,7 @@ class Gallery:
             return ""
         guess = written(y[example])
         right = "" if truth is None or isinstance(guess, str) else " ✓" if truth[1] == guess else " ✗"
-        return f"{self.label_name(guess)}{', given' if attack in self.given else right}"
+        return f"{self.label_name(guess)}{', given' if attack in self.scores.given_labels else right}"
 
 
 def sampled(strengths: Mapping[Place, float], limit: int) -> list[Place]:

@@ -9,7 +9,7 @@ from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.views.formatting import shortened
-from fedgauge.server.views.outcomes import failure
+from fedgauge.server.views.outcomes import failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import other_sizes
 from fedgauge.server.views.reading import RunSnapshot
 
@@ -50,12 +50,19 @@ def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
     if not reading.tables.get("audit", {}).get("curious", True):
         yield Notice("The server was not curious: set [audit] curious = true and run again.")
     elif waiting and meta.get("replay") == "mismatch":
-        yield Notice(f"{jobs.words}: the others wait, because the replay check failed.")
+        words = (
+            "the others wait, because the replay check failed: they would invert another computation than the clients'"
+        )
+        yield Notice(
+            f"{jobs.words}: {words}. After correcting scenario or code (or with --force) check again with:", again
+        )
     elif waiting:
         at_work = reading.state in ("training", "attacking")
         yield Notice(f"{jobs.words}.") if at_work else Notice(f"{jobs.words}. Continue with:", again)
     elif not jobs.progress.total and any(o["digest"] for o in reading.observations):
         yield Notice("Updates were recorded, but no attack is planned for them. Attack them with:", again)
+    if words := none_accepted(ledger) or inapplicable(ledger):
+        yield Notice(f"{words}.")
     if words := reading.plan_coverage.words:
         yield Notice(f"{words}.")
     if words := failure(ledger):

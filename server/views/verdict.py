@@ -43,6 +43,7 @@ class ExcessLeakage:
         identified_more_often: lower end of the interval of their difference; None below two clients.
         identified_by_luck: probability that a guess as good as the baselines identifies as many examples that no baseline
             identifies; 1 if not graded.
+        exact: number of examples that came back whole: images at the cap of PSNR.
         exposed: number of examples too near for any guess: a tenth of the squared error of every baseline or less; of text,
             half of the scale above them.
         clusters: number of clients.
@@ -59,6 +60,7 @@ class ExcessLeakage:
     identified: Rate | None
     identified_more_often: float | None
     identified_by_luck: float
+    exact: int
     exposed: int
     n: int
     clusters: int
@@ -148,6 +150,7 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
         identified_by_luck=luck_of_hits(
             int(alone.sum()), int(missed.sum()), int(rivals[graded].min(initial=len(guesses)))
         ),
+        exact=sum(map(main.measure.came_back_whole, own.value.tolist())),
         exposed=int(((sign * own.value >= highest + main.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
@@ -214,6 +217,8 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     budget, all_of = reading.ledger.planned()[e.attack].budget, f"over {e.n} {by.private}s"
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
     yield f"its hardest baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
+    if e.exact:
+        yield f"{e.exact} of them come back exactly"
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         yield f"{e.identified} {by.private}s are identified{beyond}"

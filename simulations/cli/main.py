@@ -26,7 +26,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "report": "write the HTML report of each run, and compare several; figures if asked for.",
         "gate": "compare what a run's attacks reached with thresholds; the exit status says whether they hold.",
         "export": "every score as CSV.",
-        "client-report": "what a client of a deployment sent, answered and leaked, from its own log.",
     },
     "experiment_commands": {
         "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",

@@ -8,7 +8,6 @@ from hashlib import sha256
 from typing import get_args
 
 from rich.console import Console
-from rich.progress import Progress
 
 from fedgauge.attacks.base import Status
 from fedgauge.attacks.plan import AttackPlan
@@ -139,16 +138,12 @@ def audit(options: argparse.Namespace) -> int:
         if waiting and (words := other_sizes(ledger, scenario.federation.shards.batch_size)):
             console.print(f"warning: {words}", soft_wrap=True)  # before hours of work
         interrupted = _attack(options, run, scenario, console) if truth is None or waiting else False
-        with Progress(console=console, disable=options.log != "auto", transient=True) as bars:
-            task = bars.add_task("who was in a batch: updates tested", visible=False)
-
-            def tested(done: int, total: int) -> None:
-                bars.update(task, completed=done, total=total, visible=True)
-
-            if truth is not None and not interrupted:
-                grade(run, ledger, scenario, truth, tested)
-            elif not (interrupted or options.follow):
-                regrade(run, ledger, scenario, tested)
+        if truth is not None and not interrupted:
+            if options.log == "auto":
+                console.print("grading, and testing membership again, by the truth")
+            grade(run, ledger, scenario, truth)
+        elif not (interrupted or options.follow):
+            regrade(run, ledger, scenario)
     if options.follow:  # the driver of the training prints the summary
         return INTERRUPTED if interrupted else 0
     print_summary(run, options.log)

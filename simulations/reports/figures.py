@@ -75,10 +75,6 @@ class PaperFigure:
             self.figure.savefig(data, format=kind, metadata={**metadata, **unnamed})
         return data.getvalue()
 
-    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """Return the PNG with its width for a notebook."""
-        return self.rendered("png"), {"width": round(144 * self.figure.get_size_inches()[0])}
-
 
 @contextmanager
 def own_style() -> Iterator[None]:

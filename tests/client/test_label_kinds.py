@@ -169,6 +169,20 @@ def test_the_number_of_one_example_is_restored_from_the_residual(houses: dict[st
     assert guess is not None and kind.scores(truth[:, 0], guess.expand(8))["label_error"] > 0.5
 
 
+@pytest.mark.parametrize("loss", ["squared", "huber", "bce_of_logits"])
+def test_batches_with_numbers_or_findings_are_read_exactly_with_a_proof(houses: dict[str, Any], loss: str) -> None:
+    several = loss == "bce_of_logits"
+    data = {"use": f"{HERE}:findings"} if several else houses
+    fed = built(data, {"use": "dense", "outputs": 5 if several else 1}, loss, batch_size=3, rate=1e-3)
+    source = FederationSource(fed)
+    (result,) = Auditor(source).audit(
+        PlannedAttack.from_table({"use": "spear", "iterations": 20}, "x"), source.wave((0,))
+    )
+    assert result.reconstruction.status == "converged" and result.reconstruction.y is not None
+    (score,) = fed.label_kind.scores(source.truth(0, 1).y, result.reconstruction.y).values()
+    assert score == 1 if several else score < 1e-3
+
+
 def test_a_number_that_the_derivative_does_not_determine_is_not_claimed(houses: dict[str, Any]) -> None:
     with pytest.raises(NotRestored):
         restored(built(houses, {"use": "dense", "outputs": 1}, "saturated", rate=1e-3))

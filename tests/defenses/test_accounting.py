@@ -506,17 +506,6 @@ def test_data_that_was_prepared_by_its_own_examples_has_no_epsilon(make_federati
     assert whole.record and privacy_statement(make_federation(model=MLP, chain=[DP, LOCAL]), {0: 1}).record
 
 
-@pytest.mark.parametrize(("guard", "holds"), [
-    ({"inspect": "refuse"}, True), ({"inspect": "log", "examples": False}, True), ({"examples": True}, True),
-    ({"inspect": "refuse", "examples": True}, False), ({"inspect": "warn", "examples": True}, False),
-])  # fmt: skip
-def test_a_guard_by_which_examples_decide_leaves_no_epsilon(
-    make_federation: Make, guard: dict[str, Any], holds: bool
-) -> None:
-    found = privacy_statement(make_federation(model=MLP, chain=[DP, LOCAL], guard=guard), {0: 1})
-    assert (found.record is not None) == holds
-
-
 def test_labels_that_divide_the_data_are_a_condition(make_federation: Make) -> None:
     """Another label of one record moves others between clients."""
     for partition in ("iid", "dirichlet", "shards"):

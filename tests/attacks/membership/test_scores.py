@@ -16,6 +16,7 @@ from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.attacks.membership.likelihood import RestOfBatch, _Expected, _slopes, gain
 from fedgauge.attacks.membership.scores import SCORES, Scoring, against_non_members
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import local_training
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
@@ -169,6 +170,8 @@ def test_clipping_of_the_mean_enters_the_gain() -> None:
     assert gain(CHAINS["clip"], SIZE, 2.0) == pytest.approx(-0.1 * 0.25)
     assert gain(CHAINS["clip"], SIZE, 0.3) == pytest.approx(-0.1)
     assert gain(CHAINS["steps"], SIZE, 2.0) == pytest.approx(-0.3)
+    decayed = chain(local_training(0.1, SIZE, weight_decay=0.5))
+    assert gain(decayed, SIZE, 2.0) == pytest.approx(-0.1), "weights of zero do not decay"
     assert gain(chain(per_example(clip(0.5)), local_sgd(0.1)), SIZE, 2.0) == pytest.approx(-0.1), "each example's own"
 
 

@@ -32,10 +32,15 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.losses import (
     Expected,
+    Reduction,
+    binary_cross_entropy,
     build_loss,
     cross_entropy,
+    focal,
+    huber,
     is_mean,
     logit_gradient,
+    mean_absolute_error,
     mean_squared_error,
     next_token,
     per_example_accuracy,
@@ -110,6 +115,25 @@ def test_the_losses_are_their_formulas() -> None:
     for loss in (mean_squared_error(), cross_entropy(0.2)):
         assert torch.allclose(loss(logits, one_hot), loss(logits, y)), "labels may be probabilities"
         assert is_mean(loss, 5) and takes_probabilities(loss, 5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weights_sums_and_other_errors_are_torchs_own(reduction: Reduction) -> None:
+    logits, y = probe()
+    one_hot, weight = F.one_hot(y, 5).double(), torch.tensor([0.1, 2, 1, 0.5, 3], dtype=torch.float64)
+    for smoothing in (0.0, 0.2):
+        loss = cross_entropy(smoothing, weight.tolist(), reduction)
+        theirs = F.cross_entropy(logits, y, weight, label_smoothing=smoothing, reduction=reduction)
+        assert torch.allclose(loss(logits, y), theirs)
+        assert torch.allclose(loss(logits, one_hot), theirs), "labels may be probabilities"
+    findings = binary_cross_entropy(weight.tolist(), reduction)
+    theirs = F.binary_cross_entropy_with_logits(logits, one_hot, pos_weight=weight, reduction=reduction)
+    assert torch.allclose(findings(logits, one_hot), theirs)
+    assert torch.allclose(huber(0.7)(logits, y), F.huber_loss(logits, one_hot, delta=0.7))
+    assert torch.allclose(mean_absolute_error()(logits, y), F.l1_loss(logits, one_hot))
+    assert torch.allclose(focal(0.0)(logits, y), F.cross_entropy(logits, y))
+    chances = logits.softmax(1)[torch.arange(7), y]
+    assert torch.allclose(focal()(logits, one_hot), -((1 - chances) ** 2 * chances.log()).mean())
 
 
 def test_slopes_are_those_on_paper() -> None:

@@ -93,7 +93,7 @@ def test_errors_are_events_as_well_as_words(taped: Run, tmp_path: Path, capsys: 
         main(["audit", str(taped.folder), "--attack", attack, "--log", "quiet"])
         told = capsys.readouterr()
         assert (told.out == "") == (attack == "magic")
-        assert told.err.startswith("fedgauge: ") == (attack == "magic")
+        assert ("'magic'" in told.err) == (attack == "magic")
 
 
 @pytest.mark.parametrize("log", ["quiet", "json"])
@@ -103,7 +103,7 @@ def test_what_fails_is_reported_in_every_mode(taped: Run, capsys: pytest.Capture
     assert main(["audit", str(taped.folder), "--log", log]) == 1
     told = capsys.readouterr()
     if log == "quiet":
-        assert told.err.startswith("fedgauge: 4 of 16 attacks failed: ") and damaged.name in told.err
+        assert "fedgauge: 4 of 16 attacks failed: " in told.err and damaged.name in told.err
     else:
         finished = events_of(told.out)[-1]
         assert finished["state"] == "attacks failed"

@@ -93,6 +93,8 @@ def test_the_mean_in_a_line_is_the_strongest_attacks_as_in_the_gate(run: Run, le
 
 
 def test_quiet_says_nothing_but_where_the_results_are(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with taped.ledger() as ledger:
+        ledger.set_meta(rounds="2")
     assert main(["audit", str(taped.folder), "--log", "quiet"]) == 0
     told = capsys.readouterr()
     assert told.err == ""

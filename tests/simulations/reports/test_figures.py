@@ -11,9 +11,15 @@ from PIL import Image
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.figures import write_figures
-from tests.simulations.reports.figures.graded_runs import METRICS, SVG, graded, only_psnr
+from tests.server.views.graded_runs import METRICS, graded, only_psnr
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return graded(tmp_path_factory.mktemp("runs") / "graded")
 
 
 @pytest.fixture(scope="module")
