@@ -250,7 +250,7 @@ class RunSnapshot:
     @property
     @viewed
     def state(self) -> State:
-        """Whether the run works, is complete, or how it ended."""
+        """State of the run: at work, complete, or how it ended."""
         return state_of(self.run, self.ledger)
 
     @property

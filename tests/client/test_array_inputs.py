@@ -154,7 +154,7 @@ def test_recurrent_layers_step_by_step_are_torch_s(cell: Any, both: bool, batch_
         assert torch.allclose(a, b)
 
 
-class Reading(nn.Module):
+class RunSnapshot(nn.Module):
     def __init__(self, batch_first: bool) -> None:
         super().__init__()
         self.first, self.body, self.head = batch_first, nn.GRU(2, 5, batch_first=batch_first), nn.Linear(5, 3)
@@ -168,7 +168,7 @@ class Reading(nn.Module):
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_the_gradients_of_many_recurrent_problems_come_in_one_pass(batch_first: bool) -> None:
     torch.manual_seed(0)
-    model = Reading(batch_first).double()
+    model = RunSnapshot(batch_first).double()
     x = torch.rand(4, 2, 2, 6, dtype=torch.float64, requires_grad=True)
     y = torch.tensor([[0, 1], [2, 0], [1, 1], [2, 2]])
     params = {k: p.detach() for k, p in model.named_parameters()}
@@ -195,7 +195,7 @@ def masks(count: int = 160, size: int = 8) -> np.ndarray:
     pytest.param(False, 1, "binary_cross_entropy", marks=pytest.mark.full),
     pytest.param(True, 1, "binary_cross_entropy", marks=pytest.mark.full),
 ])  # fmt: skip
-def test_a_mask_is_optimised_beside_the_image(tmp_path: Path, floats: bool, outputs: int, use: str) -> None:
+def test_a_mask_is_optimised_next_to_the_image(tmp_path: Path, floats: bool, outputs: int, use: str) -> None:
     y = masks()
     path = stored(tmp_path, (1, 8, 8), y[:, None].astype(np.float32) if floats else y)
     fed = federation(path, {"use": f"{HERE}:segmenting", "outputs": outputs}, loss={"use": use})
