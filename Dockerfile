@@ -34,6 +34,10 @@ COPY server ./server
 COPY simulations ./simulations
 RUN pip install --no-deps . && pip check && rm -rf /app
 
+# the newest format of a deployment's folder that it reads
+LABEL fedgauge.format=1
 WORKDIR /deployment
 USER 10001:10001
+# the log of each of docker-compose.yml's containers begins with what it waits for
+ENTRYPOINT ["/bin/sh", "-c", "[ -z \"$WAITS_FOR\" ] || echo \"fedgauge: waiting for $WAITS_FOR\"; exec \"$@\"", "--"]
 CMD ["fedgauge", "--help"]

@@ -13,7 +13,8 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Checked, Count, Positive
+from fedgauge.client.data.images import by_channel
 from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.training import StochasticLayer, gradient
@@ -21,6 +22,7 @@ from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Loss, Params, Transform, Update, UpdateFn, average
 
 Stream = Callable[..., Generator]  # stream("start", restart): a separate generator for each purpose of one observation
+Streams = Sequence[Stream]  # one for each observation of a wave, in order
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
 ClientState = Mapping[str, Tensor]  # an attack's memory of one client between rounds, stored on disk
 
@@ -31,7 +33,7 @@ class Observation:
 
     Args:
         buffers: the model's as the server sent them.
-        pull: where SCAFFOLD's control variates moved the client, which the server knows from the earlier rounds; {}: none.
+        correction: where SCAFFOLD's control variates moved the client, which the server knows from the earlier rounds; {}: none.
         returned: the buffers that the client sent back; {}: none.
     """
 
@@ -40,7 +42,7 @@ class Observation:
     params: Params
     update: Update
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    pull: Update = field(default_factory=dict)
+    correction: Update = field(default_factory=dict)
     returned: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -53,20 +55,30 @@ class Wave:
     params: Params
     update: Update  # each (K, ...)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    pull: Update = field(default_factory=dict)  # as the update, or {}
+    correction: Update = field(default_factory=dict)  # as the update, or {}
     returned: Mapping[str, Tensor] = field(default_factory=dict)  # each (K, ...), or {}
 
     @classmethod
     def stack(cls, observations: Sequence[Observation]) -> "Wave":
-        """Stack observations of one round with the same params."""
+        """Stack observations of one round with the same params.
+
+        Example:
+            >>> seen = [Observation(1, client, {"w": torch.zeros(3)}, {"w": torch.ones(3)}) for client in (0, 4)]
+            >>> Wave.stack(seen).update["w"].shape
+            torch.Size([2, 3])
+        """
         first = observations[0]
         stacked = {k: torch.stack([o.update[k] for o in observations]) for k in first.update}
-        pulled = any(o.pull for o in observations)
-        pull = {k: torch.stack([o.pull.get(k, torch.zeros_like(o.update[k])) for o in observations]) for k in stacked}
+        corrected = any(o.correction for o in observations)
+        correction = {
+            k: torch.stack([o.correction.get(k, torch.zeros_like(o.update[k])) for o in observations]) for k in stacked
+        }
         clients = tuple(o.client for o in observations)
         names = set(first.returned).intersection(*(o.returned for o in observations))
         returned = {k: torch.stack([o.returned[k] for o in observations]) for k in first.returned if k in names}
-        return cls(first.round, clients, first.params, stacked, first.buffers, pull if pulled else {}, returned)
+        return cls(
+            first.round, clients, first.params, stacked, first.buffers, correction if corrected else {}, returned
+        )
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -78,16 +90,18 @@ class Wave:
 
     def to(self, device: torch.device) -> "Wave":
         """The wave on a device."""
-        parts = (self.params, self.update, self.buffers, self.pull, self.returned)
-        params, update, buffers, pull, returned = ({name: t.to(device) for name, t in part.items()} for part in parts)
-        return replace(self, params=params, update=update, buffers=buffers, pull=pull, returned=returned)
+        parts = (self.params, self.update, self.buffers, self.correction, self.returned)
+        params, update, buffers, correction, returned = (
+            {name: t.to(device) for name, t in part.items()} for part in parts
+        )
+        return replace(self, params=params, update=update, buffers=buffers, correction=correction, returned=returned)
 
     def of(self, chosen: Sequence[int]) -> "Wave":
         """A wave of only the chosen observations."""
-        parts = (self.update, self.pull, self.returned)
-        update, pull, returned = ({name: t[list(chosen)] for name, t in part.items()} for part in parts)
+        parts = (self.update, self.correction, self.returned)
+        update, correction, returned = ({name: t[list(chosen)] for name, t in part.items()} for part in parts)
         clients = tuple(self.clients[k] for k in chosen)
-        return replace(self, clients=clients, update=update, pull=pull, returned=returned)
+        return replace(self, clients=clients, update=update, correction=correction, returned=returned)
 
     def alone(self, k: int) -> Update:
         """The k-th observation's update."""
@@ -114,7 +128,8 @@ class Knowledge:
         chain: the clients' chain, as the attacker believes it to be.
         shape: (C, H, W) of an image, (L,) of a sentence, (D,) of a row.
         classes, batch_size: as agreed in the federation.
-        mean, std: the per-channel normalisation in front of the model; empty for examples that are not images.
+        mean, std: the per-channel normalisation in front of the model; empty for sentences and rows.
+        low, high: the least and greatest value that an example may have, where there is a normalisation.
         labels: (K, B, ...) if the attacker is given them; None: it restores them.
         auxiliary: public examples of the same distribution, or None.
         loss: what the clients minimise: a mean over the batch.
@@ -122,6 +137,12 @@ class Knowledge:
         columns: of a table's rows; None for other examples.
         plain: differentiate by plain autograd and in loops, for a model that torch.func or vmap refuses.
         label_kind: one class, findings, numbers or none.
+
+    Example:
+        >>> from fedgauge.client.training import local_sgd
+        >>> local = Chain((local_sgd(rate=0.5, steps=4),))
+        >>> Knowledge(nn.Flatten(), local, (1, 2, 2), classes=4, batch_size=1, mean=(0.5,), std=(0.25,)).scale
+        2.0
     """
 
     model: nn.Module
@@ -131,6 +152,8 @@ class Knowledge:
     batch_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    low: float = field(default=0.0, kw_only=True)
+    high: float = field(default=1.0, kw_only=True)
     labels: Tensor | None = None
     auxiliary: Batch | None = None
     loss: Loss = F.cross_entropy
@@ -158,8 +181,15 @@ class Knowledge:
             raise ValueError("the attacker has no auxiliary examples: set [data] auxiliary above 0")
         return self.auxiliary
 
+    def enough(self, least: int, remedy: str = "raise [data] auxiliary") -> Batch:
+        """The auxiliary examples; ValueError where they are fewer than these."""
+        count = 0 if self.auxiliary is None else len(self.auxiliary.y)
+        if count < least:
+            raise ValueError(f"it needs {least} auxiliary examples, and there are {count}: {remedy}")
+        return self.public
+
     def _chained(self, compute: UpdateFn) -> UpdateFn:
-        return (in_loops(self.chain.mean) if self.plain else self.chain.mean)(compute)
+        return (per_example_loop(self.chain.mean) if self.plain else self.chain.mean)(compute)
 
     def given(self, noise: Mapping[str, Tensor]) -> UpdateFn:
         """`forward` with fixed noise for the model's stochastic layers: by layer name, (steps, examples of a step, numbers)."""
@@ -192,6 +222,13 @@ class Knowledge:
             moved = replace(moved, text=replace(self.text, lengths=_moved(self.text.lengths, device)))
         return moved
 
+    def alone(self, k: int) -> "Knowledge":
+        """The same of only the k-th observation: its labels and lengths, if they are given."""
+        own, labels = self.text, None if self.labels is None else self.labels[k : k + 1]
+        if own is not None and own.lengths is not None:
+            own = replace(own, lengths=own.lengths[k : k + 1])
+        return replace(self, labels=labels, text=own)
+
     @property
     def scale(self) -> float:
         """Learning rate times local steps: update ~ -scale * gradient."""
@@ -213,12 +250,12 @@ class Knowledge:
 
     def examples(self, x: Tensor) -> Tensor:
         """Convert the network's inputs to examples: pixels in [0, 1], or rows with possible cells."""
-        return self.pixels(x).clamp(0, 1) if self.columns is None else self.columns.rows(self.columns.cells(x))
+        if self.columns is not None:
+            return self.columns.rows(self.columns.cells(x))
+        return self.pixels(x).clamp(self.low, self.high)
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        mean, std = (
-            torch.tensor(v, dtype=like.dtype, device=like.device).view(-1, 1, 1) for v in (self.mean, self.std)
-        )
+        mean, std = (by_channel(v, len(self.shape), like) for v in (self.mean, self.std))
         return mean, std
 
 
@@ -234,30 +271,30 @@ class _one_after_the_other(per_example):
         return mean
 
 
-def in_loops(link: Transform) -> Transform:
+def per_example_loop(link: Transform) -> Transform:
     """The same transform without vmap, which refuses some models, in the links that take examples one by one."""
     if isinstance(link, Chain):
-        return Chain(tuple(in_loops(part) for part in link.links))
-    return _one_after_the_other(in_loops(link.inner)) if isinstance(link, per_example) else link
+        return Chain(tuple(per_example_loop(part) for part in link.links))
+    return _one_after_the_other(per_example_loop(link.inner)) if isinstance(link, per_example) else link
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Checked):
     """The budget of one attack on one observation.
 
     Args:
         iterations: gradient evaluations, at least 1.
         restarts: independent starts, at least 1; the attack's own objective chooses among them.
         seconds: of the whole wave, above 0; default: no limit.
+
+    Example:
+        >>> str(Budget(iterations=1000, restarts=2))
+        '1,000 iterations x 2 restarts'
     """
 
-    iterations: int = 500
-    restarts: int = 1
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "iterations", "restarts")
-        check_above_zero(self, "seconds")
+    iterations: Count = 500
+    restarts: Count = 1
+    seconds: Positive | None = None
 
     def __str__(self) -> str:
         words = f"{_counted(self.iterations, 'iteration')} x {_counted(self.restarts, 'restart')}"
@@ -312,7 +349,7 @@ def _moved(t: Tensor | None, device: torch.device) -> Tensor | None:
     return None if t is None else t.to(device)
 
 
-class Attack(ABC):
+class Attack(Checked, ABC):
     """A frozen dataclass: its fields are the hyperparameters, its methods state capabilities and needs."""
 
     is_stateful: ClassVar[bool] = False  # whether it remembers what it learned from a client's earlier updates
@@ -352,9 +389,7 @@ class Attack(ABC):
         return False
 
     @abstractmethod
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         """One reconstruction for each observation of the wave, in order.
 
         Args:
@@ -366,7 +401,7 @@ class Attack(ABC):
         return {}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         """`reconstruct`, and each client's new state; see StatefulAttack."""
         return self.reconstruct(wave, known, budget, streams), list(memories)
@@ -386,7 +421,7 @@ class StatefulAttack(Attack):
 
     @abstractmethod
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         """One reconstruction for each observation of the wave, and the new state of its client, in order.
 
@@ -394,9 +429,7 @@ class StatefulAttack(Attack):
             memories: each client's state after the attack on its last observation; read only.
         """
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         return self.advance(wave, known, budget, streams, [self.initial() for _ in wave.clients])[0]
 
 

@@ -79,6 +79,11 @@ def bayes_error(updates: Tensor, x: Tensor, noise: UpdateDistribution, rng: Gene
 
     Args:
         updates: (N, P) noise-free; x: (N, d).
+
+    Example:
+        >>> x, alike = torch.tensor([[0.0], [1.0]]), torch.zeros(2, 3)  # a coin's variance
+        >>> bayes_error(alike, x, UpdateDistribution(sigma=1.0), torch.Generator())
+        0.25
     """
     x, count = x.double(), len(x)
     draws = DRAWS
@@ -101,8 +106,7 @@ def _isometric(rows: Tensor) -> Tensor:
     for part in centred.split(2**16, 1):
         gram += part.double() @ part.double().T
     squares, axes = torch.linalg.eigh(gram)
-    points: Tensor = axes * squares.clamp_min(0).sqrt()
-    return points
+    return axes * squares.clamp_min(0).sqrt()
 
 
 def _noise(rows: Tensor, noise: UpdateDistribution, rng: Generator) -> Tensor:
@@ -110,8 +114,7 @@ def _noise(rows: Tensor, noise: UpdateDistribution, rng: Generator) -> Tensor:
     if noise.sigma > 0:
         return torch.randn(rows.shape, generator=rng, dtype=rows.dtype)
     centred = torch.rand(rows.shape, generator=rng, dtype=rows.dtype) - 0.5
-    found: Tensor = -centred.sign() * torch.log1p(-2 * centred.abs())
-    return found
+    return -centred.sign() * torch.log1p(-2 * centred.abs())
 
 
 def _log_likelihood(seen: Tensor, rows: Tensor, noise: UpdateDistribution) -> Tensor:
@@ -127,8 +130,6 @@ def _log_likelihood(seen: Tensor, rows: Tensor, noise: UpdateDistribution) -> Te
 def _log_above(value: Tensor, noise: UpdateDistribution) -> Tensor:
     """The log probability that a value with noise of width 1 is above 0."""
     if noise.sigma > 0:
-        above: Tensor = torch.special.log_ndtr(value)
-        return above
+        return torch.special.log_ndtr(value)
     tail = -value.abs() - math.log(2)
-    found: Tensor = torch.where(value > 0, torch.log1p(-tail.exp()), tail)
-    return found
+    return torch.where(value > 0, torch.log1p(-tail.exp()), tail)

@@ -28,8 +28,7 @@ class DelegatingAttack(Attack):
         """The attack that does the work."""
         if isinstance(self.attack, Attack):
             return self.attack
-        built: Attack = build({"use": self.attack} if isinstance(self.attack, str) else self.attack, "attack", ATTACK)
-        return built
+        return build({"use": self.attack} if isinstance(self.attack, str) else self.attack, "attack", ATTACK)
 
     @property
     def on_cpu(self) -> bool:

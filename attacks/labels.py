@@ -15,11 +15,21 @@ from torch import Generator, Tensor
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.computation import called, classifier
 from fedgauge.attacks.label_rule import label_rule
-from fedgauge.attacks.solved_labels import OPTIMISED, NotRestored, Outputs, like_two_logits, outputs_of, solved
-from fedgauge.client.labels import Binary, NoLabel
+from fedgauge.attacks.solved_labels import (
+    OPTIMISED,
+    NotRestored,
+    Outputs,
+    derivative,
+    findings_of_batch,
+    like_two_logits,
+    outputs_of,
+    solved,
+)
+from fedgauge.client.labels import Binary, Findings, LabelKind, Mask, NoLabel
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.models.losses import is_cross_entropy
+from fedgauge.client.models.losses import is_cross_entropy, is_mean
 from fedgauge.client.models.vision import layer_parameters
+from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update
 
 SHRINK = 0.05  # of the largest bias entry: how strongly estimated class means shrink to their common mean
@@ -43,12 +53,18 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
     if isinstance(kind, NoLabel):
         none = kind.trial(len(wave) * known.batch_size, known.classes).to(wave.device)
         return none.view(len(wave), -1, *none.shape[1:])
-    if not is_cross_entropy(known.loss):
+    if kind.public is not None and kind.public.dim() > 2:
+        raise NotRestored(f"labels of several dimensions are not restored; {OPTIMISED}")
+    if isinstance(kind, Mask):
+        raise NotRestored(f"a mask is not restored; {OPTIMISED}")
+    if not is_cross_entropy(known.loss) or type(kind) not in (LabelKind, Binary):
         outputs = outputs_of(known, wave.params, _classifier(known))
         if not like_two_logits(known, outputs):
-            if known.batch_size > 1 or not known.chain.local.one_gradient:
-                raise NotRestored(f"under this loss labels are restored from one gradient of one example; {OPTIMISED}")
-            found = [_solved(wave.alone(k), wave.params, known, outputs) for k in range(len(wave))]
+            noisy = known.chain.update_distribution != UpdateDistribution()
+            if not known.chain.local.one_gradient or (known.batch_size > 1 and noisy):
+                raise NotRestored(f"under this loss labels are restored from one gradient without noise; {OPTIMISED}")
+            dummies = Dummies(wave.params, known)
+            found = [_solved(wave.alone(k), wave.params, known, outputs, dummies) for k in range(len(wave))]
             return torch.stack(found).to(wave.device)
     dummies = Dummies(wave.params, known)
     labels = [auto(wave.alone(k), wave.params, known, dummies) for k in range(len(wave))]
@@ -115,6 +131,17 @@ def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
     The bias gradient p_i - [i = y] is negative for the true class only. Without a bias, or if a defense dropped some of it,
     the weight gradient decides: by row sums for nonnegative features, else by the rows' norms, since |p_y - 1| is the sum
     of all other p_i.
+
+    Reference:
+        Zhao, Mopuri and Bilen, iDLG: improved deep leakage from gradients, 2020, arXiv 2001.02610.
+
+    Example:
+        >>> from fedgauge.client.chain import chain
+        >>> from fedgauge.client.training import local_sgd
+        >>> model = torch.nn.Linear(1, 3)
+        >>> known = Knowledge(model, chain(local_sgd(0.1)), (1,), classes=3, batch_size=1, mean=(), std=())
+        >>> idlg({"weight": torch.zeros(3, 1), "bias": torch.tensor([-0.02, 0.05, -0.03])}, {}, known)
+        tensor([1])
     """
     weight, bias = _gradient(update, known)
     if not _telling(weight, bias):
@@ -214,8 +241,8 @@ def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
         weight, bias = torch.cat([-weight, weight]), None if bias is None else torch.cat([-bias, bias])
     if len(weight) != known.classes:
         raise ValueError(
-            f"the last fully connected layer, {layer!r}, has {len(weight)} outputs for {known.classes} classes:"
-            " label restoration needs a fully connected classifier"
+            f"the network is no classifier: its last fully connected layer, {layer!r}, has {len(weight)} outputs for "
+            f"{known.classes} classes"
         )
     return weight, None if bias is None else -_exact(bias)
 
@@ -225,13 +252,22 @@ def _is_pair(known: Knowledge) -> bool:
     return type(known.label_kind) is Binary
 
 
-def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs) -> Tensor:
-    """The label of a single example under another loss than the cross-entropy."""
+def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, dummies: "Dummies") -> Tensor:
+    """The labels under another loss than the cross-entropy."""
+    if known.batch_size > 1 and type(known.label_kind) in (LabelKind, Binary):
+        return _restored(update, params, known, lambda before, after: before, outputs)
     of_weight, of_bias = layer_parameters(_classifier(known))
     weight, bias = (None if k not in update else -_exact(update[k]) / known.scale for k in (of_weight, of_bias))
     layer, offset = _exact(params[of_weight]), _exact(params.get(of_bias, torch.zeros(1)))
     assert weight is not None
-    return solved(weight, bias, layer, offset, known, outputs, _literal(update, params, known))
+    exact = _literal(update, params, known)
+    if known.batch_size == 1:
+        return solved(weight, bias, layer, offset, known, outputs, exact)
+    if bias is None or not exact or not isinstance(known.label_kind, Findings):
+        raise NotRestored(f"labels of this kind are restored from the whole gradient of one example; {OPTIMISED}")
+    gradient = known.batch_size * torch.cat([weight, bias[:, None]], 1)
+    features, _ = dummies.passed
+    return findings_of_batch(gradient, layer, offset, known, outputs, features @ layer.T + offset)
 
 
 def _classifier(known: Knowledge) -> str:
@@ -299,26 +335,36 @@ class Dummies:
         return _of_logits(features, known, params, _exact(logits)), _exact(logits).softmax(1)
 
 
-def _restored(update: Update, params: Params, known: Knowledge, mean: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """iLRG with the system that `mean` makes from those before and after local training."""
+def _restored(
+    update: Update,
+    params: Params,
+    known: Knowledge,
+    mean: Callable[[Tensor, Tensor], Tensor],
+    outputs: Outputs | None = None,
+) -> Tensor:
+    """iLRG with the system that `mean` makes from those before and after local training; outputs: under another loss."""
     weight, bias = _gradient(update, known)
     if bias is None:
-        raise ValueError(f"iLRG reads the classifier's bias gradient, and {_classifier(known)!r} has no bias; use llg")
+        raise NotRestored(f"iLRG reads the classifier's bias gradient, and {_classifier(known)!r} has no bias; use llg")
     if not (_telling(weight, bias) and bias.any()):
         return _even(known)
-    system = mean(*_systems(update, params, known)).numpy()
-    if _literal(update, params, known):
+    system = mean(*_systems(update, params, known, outputs)).numpy()
+    if _literal(update, params, known) and is_mean(known.loss, known.classes, known.label_kind):
         return _labels(_counts(system, (bias * (known.batch_size / known.scale)).numpy(), known.batch_size))
     return _labels(_counts_of_direction(system, bias.numpy(), known.batch_size))
 
 
-def _systems(update: Update, params: Params, known: Knowledge) -> tuple[Tensor, Tensor]:
+def _systems(update: Update, params: Params, known: Knowledge, outputs: Outputs | None = None) -> tuple[Tensor, Tensor]:
     """Contribution of an example of class j to B db_i (classes i, classes j), at the weights before and after local training."""
     names = layer_parameters(_classifier(known))
     weight, bias = _gradient(update, known)
     assert bias is not None
     features = _class_means(weight, bias)
     w, b = (_exact(params[k]) for k in names)
+    if outputs is not None:
+        slopes = derivative(known, outputs, features @ w.T + b, torch.arange(known.classes)).detach()
+        slopes = torch.cat([-slopes, slopes], 1) if _is_pair(known) else slopes
+        return slopes.T, slopes.T
     change_w, change_b = (_exact(update[k]) for k in names)
     if _is_pair(known):
         w, b, change_w, change_b = (torch.cat([torch.zeros_like(t), t]) for t in (w, b, change_w, change_b))
@@ -380,14 +426,14 @@ def _counts_of_direction(system: np.ndarray, direction: np.ndarray, batch_size: 
     return max(improved, key=lambda pair: pair[0])[1]
 
 
-def _exchanged(gram: np.ndarray, pull: np.ndarray, counts: np.ndarray) -> tuple[float, np.ndarray]:
+def _exchanged(gram: np.ndarray, products: np.ndarray, counts: np.ndarray) -> tuple[float, np.ndarray]:
     """Replace one example's class at a time while that turns system k towards the direction: (cosine up to scale, k)."""
     size = gram.diagonal()
-    best = float(pull @ counts / np.sqrt(max(counts @ gram @ counts, 1e-24)))
+    best = float(products @ counts / np.sqrt(max(counts @ gram @ counts, 1e-24)))
     while True:
         along = gram @ counts
         norms = counts @ along + size[:, None] + size - 2 * gram + 2 * (along - along[:, None])  # of k - e_i + e_j
-        cosines = (pull @ counts + pull - pull[:, None]) / np.sqrt(np.maximum(norms, 1e-24))
+        cosines = (products @ counts + products - products[:, None]) / np.sqrt(np.maximum(norms, 1e-24))
         cosines[counts == 0] = -np.inf
         i, j = np.unravel_index(cosines.argmax(), cosines.shape)
         if cosines[i, j] <= best + 1e-12:

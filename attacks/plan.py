@@ -22,13 +22,15 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import GUESSES, HELD, MEMBER
 from fedgauge.attacks.modality.registry import BASELINES, MODALITIES
 from fedgauge.client.components import (
+    Checked,
     ComponentKind,
+    Count,
+    Natural,
     SpecError,
     Table,
     build,
     call,
     check_arguments,
-    check_at_least,
     coerce,
     is_own,
 )
@@ -62,18 +64,22 @@ class PlannedAttack:
         table: the component table (use and its hyperparameters).
         budget: for each observation.
         labels: restored from the update, or given by the threat model.
-        defense: known (inverts the whole chain), unknown (assumes bare local training) or inferred (from the updates).
+        defense: known (inverts the whole chain) or unknown (assumes bare local training).
         auxiliary: its auxiliary images, the table `[attack.auxiliary]`; default: all.
         lengths: of sentences: hidden, or given by the threat model.
         tune: "shadow": in each round choose its prior on shadow updates of auxiliary images; also the default where the chain
             draws noise of a known density.
+
+    Example:
+        >>> PlannedAttack.from_table({"use": "dlg", "iterations": 300}, "[[attack]]").budget
+        Budget(iterations=300, restarts=1, seconds=None)
     """
 
     name: str
     table: Table
     budget: Budget = dataclasses.field(default_factory=Budget)
     labels: Literal["restored", "given"] = "restored"
-    defense: Literal["known", "unknown", "inferred"] = "known"
+    defense: Literal["known", "unknown"] = "known"
     auxiliary: Table | None = None
     lengths: Literal["hidden", "given"] = "hidden"
     tune: Literal["off", "shadow"] = "off"
@@ -91,9 +97,7 @@ class PlannedAttack:
         budget = call(Budget, check_arguments(Budget, spent, where), where)
         planned: PlannedAttack = call(cls, {**arguments, "budget": budget}, where)
         if not _NAME.fullmatch(planned.name) or planned.name in LIMITS:  # it becomes part of a file name
-            raise SpecError(
-                f"{where}: name must be at most 64 letters, digits, - and _, and no limit's: {planned.name!r}"
-            )
+            raise SpecError(f"{where}: name: at most 64 letters, digits, - and _, and no limit's, got {planned.name!r}")
         if planned.tune == "shadow" and not attack.tunes:
             raise SpecError(f"{where}: {component['use']} has no settings to tune; leave tune out")
         planned.images(where)
@@ -102,18 +106,15 @@ class PlannedAttack:
     def images(self, where: str = "[[attack]]") -> Auxiliary:
         """Return the auxiliary images it has; a SpecError names the fault in the table."""
         arguments = check_arguments(Auxiliary, self.auxiliary or {}, f"{where}: auxiliary")
-        auxiliary: Auxiliary = call(Auxiliary, arguments, f"{where}: auxiliary")
-        return auxiliary
+        return call(Auxiliary, arguments, f"{where}: auxiliary")
 
     def build(self) -> Attack:
         """The attack itself."""
         where = f"[[attack]] {self.name}"
         if self.is_limit:
             arguments = {k: v for k, v in self.table.items() if k != "use"}
-            limit: Measure = call(LIMITS[self.name], check_arguments(LIMITS[self.name], arguments, where), where)
-            return limit
-        built: Attack = build(self.table, where, self.kind)
-        return built
+            return call(LIMITS[self.name], check_arguments(LIMITS[self.name], arguments, where), where)
+        return build(self.table, where, self.kind)
 
     @property
     def is_baseline(self) -> bool:
@@ -137,7 +138,7 @@ class PlannedAttack:
             return ""
 
     @property
-    def tells_members(self) -> bool:
+    def tests_membership(self) -> bool:
         """Return whether it tests membership in a batch or in a client's dataset."""
         return self.metric in (MEMBER, HELD) and not self.is_limit
 
@@ -188,7 +189,7 @@ class PlannedAttack:
 
 
 @dataclass(frozen=True)
-class AttackPlan:
+class AttackPlan(Checked):
     """The attacks, and which rounds and clients they attack.
 
     Args:
@@ -198,14 +199,18 @@ class AttackPlan:
         clients: clients to attack, counted from 0 (under a secure sum a group, by its first client); default: all.
         wave: observations that one worker attacks together, at least 1.
         seed: of the attacker's randomness; default: the scenario's.
+
+    Example:
+        >>> [round for round in range(1, 10) if AttackPlan((), every=3).attacks_round(round)]
+        [1, 4, 7]
     """
 
     attacks: tuple[PlannedAttack, ...]
     rounds: tuple[int, ...] | None = None
-    every: int = 1
+    every: Count = 1
     clients: tuple[int, ...] | None = None
-    wave: int = 8
-    seed: int = 0
+    wave: Count = 8
+    seed: Natural = 0
 
     @classmethod
     def from_tables(
@@ -237,22 +242,20 @@ class AttackPlan:
                 dataclasses.replace(p, tune="shadow") if "tune" not in t and p.build().tunes else p
                 for p, t in zip(planned, tables, strict=True)
             ]
-        tells_members = any(p.tells_members for p in planned)
+        tests_membership = any(p.tests_membership for p in planned)
         planned += [
-            PlannedAttack(n, {"use": use}, Budget(1), "given" if n in modality.told_labels else "restored")
+            PlannedAttack(n, {"use": use}, Budget(1), "given" if n in modality.given_labels else "restored")
             for n, use in modality.baselines.items()
         ]
-        if tells_members:
+        if tests_membership:
             planned += [PlannedAttack(n, {"use": "membership", "score": n}, Budget(1)) for n in GUESSES]
         planned += [
-            PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if tells_members or LIMITS[n]().metric != MEMBER
+            PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if tests_membership or LIMITS[n]().metric != MEMBER
         ]
         if canaries is not None:
             planned.append(PlannedAttack(CANARIES, {"use": CANARIES, **canaries}, Budget(1)))
         if len(planned) > MOST_ATTACKS:
-            raise SpecError(
-                f"[[attack]]: a run has at most {MOST_ATTACKS} attacks with its baselines, got {len(planned)}"
-            )
+            raise SpecError(f"[[attack]]: at most {MOST_ATTACKS} attacks with the baselines, got {len(planned)}")
         if repeated := [name for name, count in Counter(p.name for p in planned).items() if count > 1]:
             raise SpecError(f"[[attack]]: two attacks are called {repeated[0]!r}; give one of them a name")
         arguments = check_arguments(cls, options, "[audit]", {"attacks": tuple(planned)})
@@ -262,12 +265,7 @@ class AttackPlan:
             for value in arguments.get(key) or ():
                 if not low <= value <= high:
                     raise SpecError(f"[audit]: {key} must be in {low}..{high}, got {value}")
-        plan: AttackPlan = call(cls, arguments, "[audit]")
-        return plan
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "every", "wave")
-        check_at_least(self, 0, "seed")
+        return call(cls, arguments, "[audit]")
 
     def attacks_round(self, round: int) -> bool:
         """Return whether the plan attacks a round (1-based)."""
@@ -304,9 +302,7 @@ def _attack(table: Table, where: str, modality: type[Modality]) -> PlannedAttack
     use, given = str(planned.table["use"]), f"{modality.main.private}s"
     if use in BASELINES or planned.is_baseline:
         name = use if use in BASELINES else planned.name
-        raise SpecError(
-            f"{where}: {name!r} is a baseline, which always runs; leave it out, or give your attack another name"
-        )
+        raise SpecError(f"{where}: {name!r} is a baseline, which always runs: leave it out or take another name")
     fitting = modalities_of(use)
     if fitting and modality not in fitting:
         raise SpecError(f"{where}: {use} reconstructs {fitting[0].main.private}s, and [data] holds {given}")
@@ -322,7 +318,12 @@ def modalities_of(use: str) -> list[type[Modality]]:
 
 
 def describe(value: Any) -> str:
-    """A component table on one line, for cards and tables: clip(max_norm=1.0), or per example: each clip(max_norm=1.0)."""
+    """Write a component table on one line, for tables and threat-model cards.
+
+    Example:
+        >>> describe({"use": "clip", "max_norm": 1.0, "each": True})
+        'each clip(max_norm=1.0)'
+    """
     arguments = ", ".join(
         f"{k}={describe(v) if isinstance(v, dict) and 'use' in v else v}"
         for k, v in value.items()

@@ -12,6 +12,10 @@ class Problem:
         where: the layer, parameter or part with the fault; empty: the whole.
         why: what is wrong with it.
         remedy: what to change; empty: nothing is known.
+
+    Example:
+        >>> str(Problem("no_bias", "layer 'fc'", "has no bias", "add one"))
+        "layer 'fc' has no bias: add one"
     """
 
     code: str

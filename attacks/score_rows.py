@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-OBJECTIVE = (
-    "objective"  # the metric of a row that holds the attack's own objective, where there is no truth to grade by
-)
+# the metric of a row that holds the attack's own objective, where there is no truth to grade by
+OBJECTIVE = "objective"
 WHOLE_BATCH = -1  # the example number of a row about the whole batch
 WRONG_CLIENT = "wrong_client("
 

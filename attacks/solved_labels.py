@@ -1,11 +1,14 @@
 """Labels under any loss: the classifier's gradient gives the outputs of a single example, and the loss then its label.
 
 For one example the weight gradient is g e^T and the bias gradient g = dL/dz: both give the features e, and so the outputs
-z = W e + b. The label is the one whose derivative at z is g.
+z = W e + b. The label is the one whose derivative at z is g. For B examples with more than B findings the gradient is a sum of B
+such products: its columns span the derivatives g_i, which few combinations of findings fit.
 """
 
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations_with_replacement, takewhile
+from math import comb
 
 import torch
 from torch import Tensor
@@ -17,6 +20,11 @@ from fedgauge.client.models.losses import loss_of
 from fedgauge.client.update import Params
 
 OPTIMISED = "an attack that searches (inverting_gradients, dlg, tableak) optimises them together with the examples"
+MOST_FINDINGS = 12  # all combinations of so many are tried
+MOST_BATCHES = 20_000  # combinations of examples that are compared
+VERIFIED = 10  # of them, the likeliest, whose features are solved for
+ROUNDS = 30  # in which outputs and features are made consistent
+PROVEN = 1e-4  # relative error from which on they explain the gradient
 TRIED = 8  # public examples on which the network's last activation is recognised
 
 
@@ -41,7 +49,7 @@ def outputs_of(known: Knowledge, params: Params, layer: str) -> Outputs:
     result, calls = called(known.model, params, known.normalise(x.to(next(iter(params.values())))))
     last = [call for call in calls if call.name == layer][-1]
     if last.output.shape[:1] == result.shape[:1] and last.output.numel() == result.numel():
-        for activation in ACTIVATIONS.values():
+        for activation in (*ACTIVATIONS.values(), partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1)):
             if close(activation(last.output).view_as(result), result):
                 return partial(_outputs, activation, result.shape[1:])
     raise NotRestored(
@@ -54,12 +62,15 @@ def _outputs(activation: Callable[[Tensor], Tensor], shape: torch.Size, z: Tenso
 
 
 def derivative(known: Knowledge, outputs: Outputs, z: Tensor, y: Tensor) -> Tensor:
-    """The derivative (1, D) of one example's loss by its classifier's outputs z, differentiable by y."""
-    at = z.requires_grad_() if z.is_leaf else z
+    """The derivatives (N, D) of examples' losses by their classifier's outputs z, differentiable by y; the loss is their mean."""
+    at, x = z.requires_grad_(), torch.zeros(1, *known.shape).expand(len(z), *known.shape)
     with torch.enable_grad():
-        value = loss_of(known.loss, outputs(at), y, torch.zeros(1, *known.shape, dtype=z.dtype))
+        try:
+            value = loss_of(known.loss, outputs(at), y.double() if y.is_floating_point() else y, x.double())
+        except RuntimeError:  # a user's loss may insist on floats
+            value = loss_of(known.loss, outputs(at).float(), y.float() if y.is_floating_point() else y, x)
         (slope,) = torch.autograd.grad(value, at, create_graph=True)
-    return slope
+    return slope * len(z)
 
 
 def solved(
@@ -79,22 +90,63 @@ def solved(
     features = bias @ weight / bias.square().sum()
     z = (layer @ features + offset)[None]
 
-    def slope(y: Tensor) -> Tensor:
-        return derivative(known, outputs, z, y if not y.is_floating_point() else y.double())
-
-    found = known.label_kind.solved(slope, bias, exact, known.classes)
+    found = known.label_kind.solved(partial(derivative, known, outputs, z), bias, exact, known.classes)
     if found is None:
         raise NotRestored(f"no label explains the classifier's gradient under this loss; {OPTIMISED}")
     return found
+
+
+def findings_of_batch(
+    gradient: Tensor, layer: Tensor, offset: Tensor, known: Knowledge, outputs: Outputs, public: Tensor
+) -> Tensor:
+    """The findings (B, K) of several examples, fewer than findings, from their classifier's gradient in float64.
+
+    The likeliest by the span of the gradient and its sum; of these, those that features explain exactly.
+
+    Args:
+        gradient: (K, D + 1) by weights and bias, summed over the examples.
+        public: the classifier's outputs (N, K) for other examples.
+
+    Raises:
+        NotRestored: there are too few findings, or too many.
+    """
+    size, width = known.batch_size, len(gradient)
+    if not size < width <= MOST_FINDINGS:
+        why = f"findings of a batch are restored if they are more than its examples and at most {MOST_FINDINGS}"
+        raise NotRestored(f"{why}; {OPTIMISED}")
+    every = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * width)
+    if known.label_kind.public is not None and bool((known.label_kind.public.sum(1) == 1).all()):
+        every = torch.eye(width, dtype=torch.float64)
+    pairs = public.repeat(len(every), 1), every.repeat_interleave(len(public), 0)
+    slopes = derivative(known, outputs, *pairs).detach().view(len(every), len(public), width)
+    usual, apart = slopes.mean(1), (slopes - slopes.mean(1, keepdim=True)).flatten(0, 1)
+    spread = apart.T @ apart / len(apart)
+    spread += spread.trace() * PROVEN**2 * torch.eye(width)
+    outside = torch.linalg.svd(gradient).U[:, size:]  # no derivative of an example has a part there
+    unlikely = _distance(usual @ outside, outside.T @ spread @ outside)
+    most = sum(1 for _ in takewhile(lambda m: comb(m + size - 1, size) <= MOST_BATCHES, range(1, len(every) + 1)))
+    few = unlikely.argsort()[:most]
+    chosen = few[torch.tensor(list(combinations_with_replacement(range(len(few)), size)))]
+    sums = usual[chosen].sum(1) - gradient[:, -1]
+    order = (_distance(sums, size * spread) + unlikely[chosen].sum(1)).argsort()[:VERIFIED]
+    for y, slope in zip(every[chosen[order]], usual[chosen[order]], strict=True):
+        for _ in range(ROUNDS):
+            features = torch.linalg.lstsq(slope.T, gradient).solution
+            slope = derivative(known, outputs, features[:, :-1] @ layer.T + offset, y).detach()
+        off = (slope.T @ features - gradient).norm() / gradient.norm()
+        if float(off) < PROVEN and float((features[:, -1] - 1).abs().max()) < PROVEN:
+            return y.float()
+    return every[chosen[order[0]]].float()
+
+
+def _distance(off: Tensor, spread: Tensor) -> Tensor:
+    """Squared lengths (N,) of vectors (N, D) in units of their covariance (D, D)."""
+    return (off @ torch.linalg.inv(spread) * off).sum(1)
 
 
 def like_two_logits(known: Knowledge, outputs: Outputs) -> bool:
     """Return whether one output stands for two logits (0, z): the loss is the binary cross-entropy, of sigmoid(z) - y."""
     if type(known.label_kind) is not Binary:
         return False
-    for z in torch.linspace(-2, 2, 5, dtype=torch.float64):
-        slopes = [derivative(known, outputs, z.view(1, 1).clone(), torch.tensor([y])) for y in (0, 1)]
-        expected = [z.sigmoid(), z.sigmoid() - 1]
-        if not all(bool((s - e).abs().max() < 1e-4) for s, e in zip(slopes, expected, strict=True)):
-            return False
-    return True
+    z, y = torch.linspace(-2, 2, 10, dtype=torch.float64), torch.arange(10) % 2
+    return bool((derivative(known, outputs, z[:, None].clone(), y)[:, 0] - (z.sigmoid() - y)).abs().max() < 1e-4)

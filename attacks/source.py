@@ -29,6 +29,13 @@ class FederationSource:
     Args:
         blind: there is no truth, as in a deployment.
         given: a truth in place of the federation's own.
+
+    Example:
+        >>> from fedgauge.client.protocol import Protocol
+        >>> tables = {"rounds": 1, "clients": 4, "data": {"use": "mnist5k"}, "model": {"use": "mlp", "hidden": [8]}}
+        >>> protocol = Protocol.from_tables({**tables, "chain": [{"use": "local_sgd", "rate": 0.1}]})
+        >>> FederationSource(Federation(protocol)).wave(clients=[0, 2]).update["1.weight"].shape
+        torch.Size([2, 8, 784])
     """
 
     federation: Federation

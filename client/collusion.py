@@ -68,6 +68,11 @@ def check_threshold(group: int, least: int, colluders: int | None = None) -> Non
 
     Raises:
         ValueError: a number is out of its range, or the threshold resists too few colluders.
+
+    Example:
+        >>> check_threshold(group=4, least=2)
+        Traceback (most recent call last):
+        ValueError: threshold must be above half of group = 4 and at most all of it, got 2
     """
     if group < 2:
         raise ValueError(f"group must be at least 2, got {group}")

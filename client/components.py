@@ -14,10 +14,11 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 from fedgauge.client import registry
 from fedgauge.client.registry import ALLOW, OWN, PLUG_INS, Entry, allowed, is_in
@@ -44,6 +45,7 @@ class ComponentKind:
         annotated: whether a function in a user's package needs that annotation too; otherwise `build` checks what it
             returned.
         outside: types that count for a class or function in such a package; default: this type.
+        instances: whether an object counts that is built already: of these types, partial, or of a class in such a package.
     """
 
     noun: str
@@ -51,16 +53,19 @@ class ComponentKind:
     type: type
     annotated: bool = True
     outside: _Types = ()
+    instances: bool = False
 
     def admits_outside(self, target: Any, packages: tuple[str, ...]) -> bool:
         """Check that an object of these packages is, or may build, a component of this kind."""
+        if self.instances and isinstance(target, (*self.outside, partial)):
+            return callable(target)
         # a package may have imported the object only: mine:os.system
         if not is_in(str(getattr(target, "__module__", "")), packages) or inspect.isabstract(target):
             return False
         if inspect.isclass(target):
             return issubclass(target, self.outside or self.type) and target is not self.type
         if not inspect.isfunction(target):
-            return False
+            return self.instances and callable(target)
         returned = _hints(target).get("return")
         if returned is None or returned is Any:
             return not self.annotated
@@ -323,6 +328,8 @@ def check_arguments(
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    if not inspect.isclass(target) and not inspect.isfunction(target):
+        return {}
     return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
 
 
@@ -413,3 +420,40 @@ def check_part(settings: object, name: str) -> None:
     """ValueError unless a setting is above 0 and at most 1."""
     if not 0 < getattr(settings, name) <= 1:
         raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(settings, name)}")
+
+
+def _at_least(least: int) -> Callable[[object, str], None]:
+    return lambda settings, name: check_at_least(settings, least, name)
+
+
+# ranges of fields, for classes that derive from Checked
+Count = Annotated[int, _at_least(1)]
+Natural = Annotated[int, _at_least(0)]
+NotNegative = Annotated[float, _at_least(0)]
+Positive = Annotated[float, check_above_zero]
+Share = Annotated[float, check_part]
+
+
+class Checked:
+    """A dataclass with fields that are checked against the ranges in their types; None passes.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class noise(Checked):
+        ...     scale: Positive
+        >>> noise(0.0)
+        Traceback (most recent call last):
+        ValueError: scale must be above 0, got 0.0
+    """
+
+    def __post_init__(self) -> None:
+        for name, check in _ranges(type(self)):  # type: ignore[arg-type]  # mypy takes a class's hash for its objects'
+            if getattr(self, name) is not None:
+                check(self, name)
+
+
+@cache
+def _ranges(kind: type[Any]) -> list[tuple[str, Callable[[object, str], None]]]:
+    """The checked fields of a dataclass, with their checks."""
+    hints = [(f.name, part) for f in fields(kind) for part in (f.type, *typing.get_args(f.type))]
+    return [(name, check) for name, part in hints for check in getattr(part, "__metadata__", ())]

@@ -17,7 +17,6 @@ from fedgauge.client.chain import Chain, trained_on
 from fedgauge.client.components import ComponentKind, SpecError, build, call, call_checked, coerce
 from fedgauge.client.data.canary_examples import with_canary_examples
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
-from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.build import build_model
 from fedgauge.client.models.losses import (
@@ -67,7 +66,14 @@ LOGITS = 2**24  # computed at once where a network is evaluated
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """A protocol with its data loaded and split, its model built, and its chain composed."""
+    """A protocol with its data loaded and split, its model built, and its chain composed.
+
+    Example:
+        >>> tables = {"rounds": 1, "clients": 4, "data": {"use": "mnist5k", "batch_size": 2}}
+        >>> tables |= {"model": {"use": "mlp"}, "chain": [{"use": "local_sgd", "rate": 0.1}]}
+        >>> Federation(Protocol.from_tables(tables)).batch_at(client=0, round=1).x.shape
+        torch.Size([2, 1, 28, 28])
+    """
 
     protocol: Protocol
 
@@ -83,6 +89,7 @@ class Federation:
             raise SpecError(f"[data]: {table['use']}: {type(error).__name__}: {error}") from error
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
         shards: Shards = call_checked(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
+        shards = replace(shards, dataset=dataset.in_units_of(shards.auxiliary))
         if each := self.protocol.canary_examples:
             planted = {"clients": self.protocol.canary_clients, "each": each, "coins": self.protocol.coins}
             shards = call(with_canary_examples, {"shards": shards, **planted}, "[canaries]")
@@ -122,7 +129,7 @@ class Federation:
             other = "cross_entropy" if data.labelled else "next_token"
             raise SpecError(f'[loss]: {table["use"]} does not fit [data]: set use = "{other}"')
         wrong: SpecError | None = None
-        if not data.y.is_floating_point() and not isinstance(loss, FittedLoss):
+        if (data.one_class or not data.labelled) and not isinstance(loss, FittedLoss):
             try:
                 return build_loss(table, "[loss]", data.classes), LabelKind(public.y)
             except SpecError as error:
@@ -134,6 +141,9 @@ class Federation:
                 outputs = self.model(x)
         except Exception as error:  # a user's network may raise anything
             raise wrong or SpecError(f"[model]: it fails on examples: {type(error).__name__}: {error}") from error
+        if not isinstance(outputs, torch.Tensor):
+            why = "one tensor of outputs, such as torch.cat of its parts, which [loss] splits"
+            raise SpecError(f"[model]: it returns a {type(outputs).__name__}: let it return {why}")
         return fitted_loss(loss, table, "[loss]", (outputs, some.y, x), public.y, data.classes, wrong)
 
     @cached_property
@@ -221,11 +231,6 @@ class Federation:
     def own_gradient(self) -> UpdateFn:
         """The gradient as a client computes it: layers in train mode update the buffers that it sends."""
         return gradient(self.model, self.loss, normalise=self.shards.dataset.normalise, track=self.sends_buffers)
-
-    @property
-    def inspection_policy(self) -> InspectionPolicy:
-        """The clients' policy for inspecting received weights."""
-        return self.protocol.guard.beside(self.chain.private)
 
     @property
     def sends_buffers(self) -> bool:
@@ -353,7 +358,7 @@ class Federation:
     def evaluate(self, params: Params, most: int | None = None, chunk: int = 500) -> tuple[float, float]:
         """Accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
 
-        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; 0 without labels.
+        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; NaN without labels.
 
         Args:
             most: evaluate only so many test examples; default: all.
@@ -368,7 +373,7 @@ class Federation:
                 x = dataset.normalise(x)
                 logits = functional_call(self.model, params, (x,))
                 right += float(per_example_accuracy(logits, y, self.label_kind).sum())
-                if is_cross_entropy(self.loss):
+                if is_cross_entropy(self.loss) and y.dim() == 1:
                     loss += float(F.cross_entropy(logits, y, reduction="sum"))
                 else:  # this loss is a mean over each part
                     loss += float(loss_of(self.loss, logits, y, x)) * len(y)

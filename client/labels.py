@@ -1,19 +1,22 @@
-"""The kinds of labels: one class, findings, numbers, or none. All other modules ask here and do not branch on a kind.
+"""The kinds of labels: one class, findings, numbers, a mask, or none. All other modules ask here and do not branch on a kind.
 
-A label is a tensor: one class (N,) int64; findings, each 0 or 1, (N, K) float; numbers (N,) or (N, K) float; for a loss that
-reads no label, any tensor.
+A label is a tensor: one class (N,) int64; findings, each 0 or 1, (N, K) float; numbers (N,) or (N, K) float; a mask, a class
+for each pixel (N, H, W) int64, or 0 and 1 as floats (N, K, H, W); for a loss that reads no label, any tensor.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedgauge.client.pairing import assigned
 
 STEPS = 20  # of Newton's method, which ends after one for a squared error
+EXACT = 1e-9  # relative error at which Newton's method ends
 SAME = 1e-3  # relative error up to which a label explains a derivative
 
 Slope = Callable[[Tensor], Tensor]  # a label of one example -> the loss's derivative by the classifier's outputs
@@ -30,6 +33,9 @@ class LabelKind:
     """
 
     noun: ClassVar[str] = "one class"
+    metric: ClassVar[str] = "label_accuracy"  # of restored labels
+    restored: ClassVar[str] = "{} of the labels are restored by {}"  # with a value of the metric and an attack's name
+    utility: ClassVar[str] = "accuracy"  # of the trained network
 
     public: Tensor | None = None
     tried: tuple[Tensor, Tensor, Tensor] | None = None
@@ -45,6 +51,10 @@ class LabelKind:
     def decided(self, y: Tensor) -> Tensor:
         """Labels that an attacker claims, from relaxed ones."""
         return y.argmax(-1)
+
+    def soft(self, y: Tensor, classes: int) -> Tensor:
+        """Labels as relaxed ones; -100, the label of padding, as zeros."""
+        return F.one_hot(y.clamp(min=0), classes) * (y >= 0)[..., None]
 
     def trial(self, count: int, classes: int) -> Tensor:
         """Labels (count, ...) on which a model is tried."""
@@ -76,10 +86,14 @@ class LabelKind:
         """Scores of a batch's restored labels in any order, by metric.
 
         The accuracy compares multisets: repeats count. If more labels are claimed than there are, it is the share of those.
+
+        Example:
+            >>> LabelKind().scores(truth=torch.tensor([3, 3, 5, 7]), guess=torch.tensor([5, 3, 4, 4]))
+            {'label_accuracy': 0.5}
         """
         classes = int(max(truth.max(), guess.max())) + 1
         common = torch.minimum(torch.bincount(truth, minlength=classes), torch.bincount(guess, minlength=classes))
-        return {"label_accuracy": float(common.sum()) / max(len(truth), len(guess))}
+        return {self.metric: float(common.sum()) / max(len(truth), len(guess))}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The part of each example (B,) that the network's outputs predict correctly."""
@@ -98,23 +112,22 @@ class Binary(LabelKind):
     def decided(self, y: Tensor) -> Tensor:
         return (y > 0.5).long()
 
+    def soft(self, y: Tensor, classes: int) -> Tensor:
+        return y
+
     def guess(self, count: int) -> Tensor | None:
         return None if self.public is None else self.public.mode().values.expand(count)
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return ((outputs.flatten(1)[:, 0] > self._middle) == (y > 0.5)).double()
-
-    @property
-    def _middle(self) -> float:
-        """The output at which a prediction turns: that of a probability or a logit."""
-        outputs = self.tried[0] if self.tried is not None else torch.zeros(1)
-        return 0.5 if bool(((outputs >= 0) & (outputs <= 1)).all()) else 0.0
+        return ((outputs.view(len(y), -1)[:, 0] > _middle(self.tried)) == (y > 0.5)).double()
 
 
 class Findings(Binary):
     """Several findings an example, each 0 or 1: y (B, K) float."""
 
     noun: ClassVar[str] = "findings"
+    metric: ClassVar[str] = "label_f1"
+    restored: ClassVar[str] = "the findings are restored with an F1 of {} by {}"
 
     def width(self, classes: int) -> int:
         return classes
@@ -124,6 +137,9 @@ class Findings(Binary):
 
     def decided(self, y: Tensor) -> Tensor:
         return (y > 0.5).float()
+
+    def candidates(self, classes: int) -> Tensor:
+        return torch.empty(0)
 
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
         y = (seen < 0).float().view(1, -1)  # of the cross-entropy: sigmoid(z) - y
@@ -139,16 +155,19 @@ class Findings(Binary):
         return best.expand(count, -1)
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
-        return {"label_f1": _f1(*_paired(truth, guess))}
+        return {self.metric: _f1(*_paired(truth, guess))}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return ((outputs > self._middle) == (y > 0.5)).double().mean(1)
+        return ((outputs > _middle(self.tried)) == (y > 0.5)).double().mean(1)
 
 
 class Numbers(LabelKind):
     """Real numbers: y (B,) or (B, K) float; soft labels too."""
 
     noun: ClassVar[str] = "numbers"
+    metric: ClassVar[str] = "label_error"
+    restored: ClassVar[str] = "the labels are restored to {} standard deviations by {}"
+    utility: ClassVar[str] = "R2"
 
     def width(self, classes: int) -> int:
         return self._public[0].numel()
@@ -171,13 +190,25 @@ class Numbers(LabelKind):
     def decided(self, y: Tensor) -> Tensor:
         return y
 
+    def candidates(self, classes: int) -> Tensor:
+        return torch.empty(0)
+
+    def soft(self, y: Tensor, classes: int) -> Tensor:
+        return y
+
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
         if not exact:
             return None
         y = self._public.mean(0)[None].to(seen)
+        sums = self._public.flatten(1).sum(1) if self._public.dim() > 1 else torch.zeros(1)
+        shares = bool((sums - 1).abs().max() < SAME)  # probabilities: their sum is known too
         for _ in range(STEPS):
             by_label = torch.autograd.functional.jacobian(slope, y).reshape(seen.numel(), y.numel())
             off = (slope(y) - seen).detach().flatten()
+            if float(off.norm()) <= EXACT * float(seen.norm()):
+                break
+            if shares:
+                by_label, off = torch.cat([by_label, torch.ones_like(y)]), torch.cat([off, y.sum()[None] - 1])
             y = y - (torch.linalg.pinv(by_label) @ off).view_as(y)
         left = (slope(y) - seen).detach()
         if not bool(by_label.any()):  # as in the linear part of a Huber loss
@@ -189,7 +220,7 @@ class Numbers(LabelKind):
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
         truth, guess = _paired(truth / self.spread, guess / self.spread)
-        return {"label_error": float((truth - guess).square().mean().sqrt())}
+        return {self.metric: float((truth - guess).square().mean().sqrt())}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Each example's part of R2, the explained share of the variance."""
@@ -198,19 +229,89 @@ class Numbers(LabelKind):
         return 1 - (error / self.spread.square().mean()).double()
 
 
+class Mask(LabelKind):
+    """A class for each pixel, y (B, *size) int64, or 0 and 1 as floats."""
+
+    noun: ClassVar[str] = "a mask"
+    metric: ClassVar[str] = "mask_iou"
+    restored: ClassVar[str] = "the masks are restored with an IoU of {} by {}"
+
+    @property
+    def _size(self) -> tuple[int, ...]:
+        assert self.public is not None  # a mask is recognised by public ones
+        return tuple(self.public.shape[1:])
+
+    @property
+    def binary(self) -> bool:
+        """True if each pixel has one output, not one for each class."""
+        floats = self.public is not None and self.public.is_floating_point()
+        return floats or (self.tried is not None and self.tried[0].numel() == self.tried[1].numel())
+
+    def width(self, classes: int) -> int:
+        return math.prod(self._size) * (1 if self.binary else classes)
+
+    def relaxed(self, free: Tensor) -> Tensor:
+        if self.binary:
+            return free.unflatten(-1, self._size).sigmoid()
+        classes = free.shape[-1] // math.prod(self._size)
+        return free.unflatten(-1, (classes, *self._size)).softmax(-1 - len(self._size))
+
+    def decided(self, y: Tensor) -> Tensor:
+        if self.binary:
+            return (y > 0.5).to(self.public.dtype if self.public is not None else y.dtype)
+        return y.argmax(-1 - len(self._size))
+
+    def soft(self, y: Tensor, classes: int) -> Tensor:
+        return y if self.binary else super().soft(y, classes).movedim(-1, 1)
+
+    def candidates(self, classes: int) -> Tensor:
+        return torch.empty(0)
+
+    def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
+        return None
+
+    def guess(self, count: int) -> Tensor | None:
+        """Return the most frequent class of each pixel; of 0 and 1 the threshold of least overlap lost on public masks."""
+        public = self.public
+        if public is None:
+            return None
+        if int(public.max()) > 1:
+            return public.mode(0).values.expand(count, *self._size)
+        shares = public.float().mean(0)
+        each = [
+            (shares >= least).to(public.dtype) for least in shares.quantile(torch.linspace(0.05, 0.95, 19)).unique()
+        ]
+        return max(each, key=lambda y: _overlap(public, y.expand_as(public))).expand(count, *self._size)
+
+    def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
+        return {self.metric: _overlap(*_paired(truth.float(), guess.float()))}
+
+    def right(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """The part of each mask's pixels (B,) that the network's outputs predict correctly."""
+        if not self.binary:
+            return (outputs.argmax(1) == y).double().flatten(1).mean(1)
+        return ((outputs.view_as(y) > _middle(self.tried)) == (y > 0.5)).double().flatten(1).mean(1)
+
+
 class NoLabel(LabelKind):
     """The loss reads no label, such as that of an autoencoder."""
 
     noun: ClassVar[str] = "no label"
 
-    def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
-        return self.trial(1, classes)
+    def candidates(self, classes: int) -> Tensor:
+        return self.trial(1, classes)[None]
+
+    def soft(self, y: Tensor, classes: int) -> Tensor:
+        return y
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
         return {}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return torch.zeros(len(y), dtype=torch.float64)
+        return torch.full((len(y),), torch.nan, dtype=torch.float64)
+
+
+SCORED: Mapping[str, type[LabelKind]] = {kind.metric: kind for kind in (LabelKind, Findings, Numbers, Mask)}
 
 
 def label_kind(public: Tensor, outputs: Tensor, reads_labels: bool) -> type[LabelKind]:
@@ -218,13 +319,16 @@ def label_kind(public: Tensor, outputs: Tensor, reads_labels: bool) -> type[Labe
     if not reads_labels:
         return NoLabel
     if not public.is_floating_point():
-        return Binary if public.dim() == 1 and outputs[0].numel() == 1 else LabelKind
-    return Findings if public.dim() == 2 and bool(((public == 0) | (public == 1)).all()) else Numbers
+        whole = Binary if outputs[0].numel() == 1 else LabelKind
+        return whole if public.dim() == 1 else Mask
+    if public.dim() == 1 or not bool(((public == 0) | (public == 1)).all()):
+        return Numbers
+    return Findings if public.dim() == 2 else Mask
 
 
 def check_labels(y: Tensor, classes: int) -> None:
     """Check the labels of findings or numbers; ValueError names the fault."""
-    if y.dim() > 2 or (y.shape[1] if y.dim() == 2 else 1) != classes:
+    if (y.shape[1] if y.dim() > 1 else 1) != classes:
         raise ValueError(f"labels of shape {tuple(y.shape)} should be (N, {classes}), as classes = {classes} says")
     if not bool(y.isfinite().all()):
         raise ValueError("some labels are NaN or infinite: leave such examples out")
@@ -239,6 +343,8 @@ def ordered(y: Tensor) -> Tensor:
 
 def written(y: Tensor) -> int | str:
     """One example's label: the number of its class, or its findings or numbers as text."""
+    if y.dim() > 1 or (y.dim() == 1 and not y.is_floating_point()):
+        return f"a mask, {float((y > 0).double().mean()):.0%} of it above 0"
     return " ".join(f"{v:.3g}" for v in y.flatten().tolist()) if y.is_floating_point() else int(y)
 
 
@@ -252,6 +358,22 @@ def _paired(truth: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
         else truth[:, None, None] - guess[None, :, None]
     )
     return truth, guess[assigned(off.abs().sum(2))]
+
+
+def _middle(tried: tuple[Tensor, Tensor, Tensor] | None) -> float:
+    """The output at which a prediction turns: that of a probability or a logit."""
+    outputs = tried[0] if tried is not None else torch.zeros(1)
+    return 0.5 if bool(((outputs >= 0) & (outputs <= 1)).all()) else 0.0
+
+
+def _overlap(truth: Tensor, guess: Tensor) -> float:
+    """Return the mean intersection over union of masks (N, ...): over each one's classes other than 0, 1 if it has none."""
+    values = []
+    for t, g in zip(truth, guess, strict=True):
+        classes = [c for c in torch.cat([t.flatten(), g.flatten()]).unique().tolist() if c > 0]
+        both = [float(((t == c) & (g == c)).sum()) / float(((t == c) | (g == c)).sum()) for c in classes]
+        values.append(sum(both) / len(both) if both else 1.0)
+    return sum(values) / len(values)
 
 
 def _f1(truth: Tensor, guess: Tensor) -> float:

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     @property
     def labelled(self) -> bool:
         """Check that each example has one label; otherwise its words are its labels."""
-        return self.y.dim() == 1 or self.y.is_floating_point()
+        return self.y.dim() == 1 or self.y.is_floating_point() or self.x.dtype != torch.int64
 
 
 UpdateFn = Callable[[Params, Batch, Generator | None], Update]
@@ -45,7 +45,12 @@ def average(updates: Sequence[Update], weights: Sequence[float]) -> Update:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Several batches as one, in their order."""
+    """Several batches as one, in their order.
+
+    Example:
+        >>> concatenate([Batch(torch.zeros(2, 1), torch.zeros(2)), Batch(torch.zeros(3, 1), torch.ones(3))]).y
+        tensor([0., 0., 1., 1., 1.])
+    """
     return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
 
@@ -68,7 +73,12 @@ def norm(update: Update) -> Tensor:
 
 
 def relative_error(guess: Update, seen: Update) -> float:
-    """|guess - seen| / |seen|, in float64."""
+    """|guess - seen| / |seen|, in float64.
+
+    Example:
+        >>> relative_error(guess={"w": torch.tensor([3.0, 0.0])}, seen={"w": torch.tensor([3.0, 4.0])})
+        0.8
+    """
     off = norm({name: guess[name].double() - t.double() for name, t in seen.items()})
     return float(off / norm({name: t.double() for name, t in seen.items()}))
 

@@ -18,14 +18,7 @@ from torch import nn
 
 from fedgauge.client.chain import Chain, may_read_examples
 from fedgauge.client.federation import Federation
-from fedgauge.client.transforms import (
-    BatchTransform,
-    Link,
-    UpdateDistribution,
-    is_identity,
-    noise_free,
-    per_example,
-)
+from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution, is_identity, noise_free, per_example
 from fedgauge.client.update import Transform
 from fedgauge.defenses.amplification import sampled_epsilon
 from fedgauge.defenses.ats import ats
@@ -218,8 +211,6 @@ class Accountant:
         found = mechanism(federation.chain if secret else federation.chain.deployed, batch_size, model)
         if fitted := federation.shards.dataset.fitted:
             raise NoGuarantee(f"no epsilon: {', '.join(fitted)} of [data] are computed from the examples; give them")
-        if (guard := federation.inspection_policy).inspect != "off" and guard.examples is not False:
-            raise NoGuarantee("no epsilon: with [guard] examples = true the examples decide whether a client answers")
         return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
     def spent(self, rounds: int, shard: int) -> PrivacySpent:

@@ -30,9 +30,8 @@ def sampled_epsilon(part: float, noise: float, rounds: int, delta: float) -> flo
     one = _losses(part, noise)
     if one is None:
         return math.inf
-    with np.errstate(
-        over="ignore"
-    ):  # it cuts where the least of several bounds is; one that overflows is not the least
+    # it cuts where the least of several bounds is; one that overflows is not the least
+    with np.errstate(over="ignore"):
         return float(one.self_compose(rounds).get_epsilon_for_delta(delta))
 
 
@@ -54,7 +53,12 @@ def _losses(part: float, noise: float) -> Any:
 
 
 def sampled_delta(epsilons: NDArray[np.float64], part: float, noise: float) -> NDArray[np.float64]:
-    """One round's delta at each epsilon, which may be negative: replacement has no direction."""
+    """One round's delta at each epsilon, which may be negative: replacement has no direction.
+
+    Example:
+        >>> sampled_delta(np.array([0.0]), part=0.1, noise=1.0).round(4)  # 0.1 * (Phi(1/2) - Phi(-1/2))
+        array([0.0383])
+    """
     from scipy.special import log_ndtr, ndtr
 
     size = np.abs(epsilons)
@@ -62,5 +66,4 @@ def sampled_delta(epsilons: NDArray[np.float64], part: float, noise: float) -> N
     whole = size - math.log(part) + np.log1p((part - 1) * np.exp(-size))
     half, shift = 1 / (2 * noise), whole * noise
     deltas = part * np.maximum(ndtr(half - shift) - np.exp(np.minimum(whole + log_ndtr(-half - shift), 0)), 0)
-    found: NDArray[np.float64] = np.where(epsilons >= 0, deltas, -np.expm1(-size) + np.exp(-size) * deltas)
-    return found
+    return np.where(epsilons >= 0, deltas, -np.expm1(-size) + np.exp(-size) * deltas)

@@ -46,7 +46,6 @@ RANGES = {
     "translate_y": (0.0, 150 / 331),  # of the height
 }
 SIGNED = {"brightness", "color", "contrast", "sharpness", "shear_y", "translate_x", "translate_y"}  # + or - at random
-FLAT = {"equalize", "posterize"}  # no useful derivative
 GREY = (0.299, 0.587, 0.114)
 
 
@@ -61,18 +60,15 @@ class ats(BatchTransform):
         shape: (C, H, W) of an image; the federation offers it.
         crop_and_flip: before the policy, a random crop with a border of 4 black pixels and a random flip, as in the published
             training.
-        invert_through: number of a draw; the attacker's form applies its differentiable operations. An attacker who
-            guessed the draw then reconstructs the original. The clients' form does not change.
 
     Example:
-        >>> len(ats("7-4-15", shape=(3, 32, 32)).draws)
-        8
+        >>> ats("7-4-15+21-13-3", shape=(3, 32, 32)).policies
+        ((7, 4, 15), (21, 13, 3))
     """
 
     policy: str | Sequence[int]
     shape: tuple[int, ...]
     crop_and_flip: bool = False
-    invert_through: int | None = None
 
     def __post_init__(self) -> None:
         numbers = sorted(set(itertools.chain(*self.policies)))
@@ -80,8 +76,6 @@ class ats(BatchTransform):
             raise ValueError(f"policy {self} names operation {unknown[0]}, the last is {len(OPERATIONS) - 1}")
         if len(self.shape) != 3 or self.shape[0] not in (1, 3):
             raise ValueError(f"ATS augments images of 1 or 3 channels, (C, H, W); these have the shape {self.shape}")
-        if self.invert_through is not None and not 0 <= self.invert_through < len(self.draws):
-            raise ValueError(f"invert_through is {self.invert_through}, the last draw is {len(self.draws) - 1}")
 
     def __str__(self) -> str:
         return "+".join("-".join(map(str, numbers)) for numbers in self.policies)
@@ -97,17 +91,8 @@ class ats(BatchTransform):
             raise ValueError(f'write a policy as "7-4-15", several with +; got {self.policy!r}') from None
 
     @property
-    def draws(self) -> tuple[tuple[Policy, tuple[bool, ...]], ...]:
-        """All outcomes for an image (without crop and flip): the operations, and for each whether its sign is plus."""
-        return tuple(
-            (numbers, signs)
-            for numbers in self.policies
-            for signs in itertools.product(*([True, False] if OPERATIONS[n][0] in SIGNED else [True] for n in numbers))
-        )
-
-    @property
     def mean(self) -> Link:
-        return identity() if self.invert_through is None else _through(self)
+        return identity()
 
     def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
         """The distribution around the noise-free update does not depend on the images."""
@@ -124,24 +109,6 @@ class ats(BatchTransform):
                 augmented = apply_operation(number, augmented, plus[:, place])
             made = torch.where(_by_image(chosen == i, x), augmented, made)  # a new tensor, whatever the operations do
         return Batch(made, batch.y)
-
-
-@dataclass(frozen=True)
-class _through(BatchTransform):
-    """One of a policy's draws for every image, without the operations that have no derivative."""
-
-    link: ats
-
-    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        return before
-
-    def transform(self, batch: Batch, rng: Generator | None) -> Batch:
-        assert self.link.invert_through is not None
-        x = batch.x
-        for number, plus in zip(*self.link.draws[self.link.invert_through], strict=True):
-            if OPERATIONS[number][0] not in FLAT:
-                x = _with_sign(number, x, plus)
-        return Batch(x.clone() if x is batch.x else x, batch.y)
 
 
 def apply_operation(number: int, x: Tensor, plus: Tensor) -> Tensor:
@@ -197,8 +164,7 @@ def _with_sign(number: int, x: Tensor, plus: bool) -> Tensor:
             return torch.where(high > low, (x - low) / torch.where(high > low, high - low, 1), x)
     import torchvision.transforms.v2.functional as tv
 
-    rotated: Tensor = tv.equalize(x) if name == "equalize" else tv.rotate(x, size, fill=[128 / 255] * x.shape[-3])
-    return rotated
+    return tv.equalize(x) if name == "equalize" else tv.rotate(x, size, fill=[128 / 255] * x.shape[-3])
 
 
 def _without(name: str, x: Tensor) -> Tensor:

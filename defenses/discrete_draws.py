@@ -33,16 +33,14 @@ class RandomBits:
         """Uniform whole numbers in [0, 2^exponent), (count,); exponent at most 62."""
         size = next(size for size in (1, 2, 4, 8) if exponent <= 8 * size)
         words = np.frombuffer(self._stream.update(bytes(size * count)), f"<u{size}").astype(np.int64)
-        found: Whole = words & (2**exponent - 1)
-        return found
+        return words & (2**exponent - 1)
 
     def one_in(self, k: int, count: int) -> Flags:
         """True with probability 1 / k, (count,); k at most 256."""
         drawn, equal = self.below(8, count), 256 // k * k
         while (over := drawn >= equal).any():
             drawn[over] = self.below(8, int(over.sum()))
-        found: Flags = drawn % k == 0
-        return found
+        return drawn % k == 0
 
     def exp_minus(self, numerators: Whole, exponent: int) -> Flags:
         """True with probability exp(-numerator / 2^exponent), for each numerator in [0, 2^exponent] (algorithm 1)."""
@@ -89,8 +87,7 @@ def _laplace(bits: RandomBits, proposals: int) -> Whole:
         turns[running] += 1
     sizes, negative = rest + STEPS * turns, bits.below(1, len(rest)) == 1
     twice = negative & (sizes == 0)  # zero has one sign
-    found: Whole = np.where(negative, -sizes, sizes)[~twice]
-    return found
+    return np.where(negative, -sizes, sizes)[~twice]
 
 
 def _normal(bits: RandomBits, proposals: int) -> Whole:

@@ -63,6 +63,11 @@ class private_layers(freeze):
 
     Args:
         model, layers: as of freeze.
+
+    Example:
+        >>> link = private_layers(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), layers=["1"])
+        >>> link.stays("0.bias"), link.stays("1.bias")
+        (False, True)
     """
 
     @property

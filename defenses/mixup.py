@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedgauge.client.components import check_above_zero
+from fedgauge.client.components import Positive
 from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import identity
@@ -29,12 +29,12 @@ class mixup(BatchTransform):
         torch.Size([2, 2])
     """
 
-    alpha: float
+    alpha: Positive
     classes: int
     batch_size: int
 
     def __post_init__(self) -> None:
-        check_above_zero(self, "alpha")
+        super().__post_init__()
         _check(self.batch_size)
 
     @property
@@ -54,7 +54,7 @@ class mixup(BatchTransform):
         other = torch.empty_like(order)
         other[order] = order.roll(1)  # one cycle through all: no example is its own other one
         other, weight = other.to(batch.x.device), self._weights(len(other), rng).to(batch.x)
-        y = batch.y if batch.y.is_floating_point() else F.one_hot(batch.y, self.classes).to(batch.x)
+        y = batch.y if batch.y.is_floating_point() else F.one_hot(batch.y, self.classes).movedim(-1, 1).to(batch.x)
         return Batch(_blend(batch.x, other, weight), _blend(y, other, weight))
 
     def _weights(self, count: int, rng: Generator | None) -> Tensor:

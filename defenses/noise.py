@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import NotNegative
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform, transformed
 from fedgauge.client.update import Update, UpdateFn
 from fedgauge.defenses.discrete_draws import STEPS, RandomBits, laplace_draws, normal_draws
@@ -43,7 +43,12 @@ class _Noise(UpdateTransform):
 
 @dataclass(frozen=True)
 class identity(UpdateTransform):
-    """No defense: the unchanged update."""
+    """No defense: the unchanged update.
+
+    Example:
+        >>> identity().apply({"w": torch.tensor([0.5])}, None)
+        {'w': tensor([0.5000])}
+    """
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         return compute  # the very function, so that `is_identity` recognises it
@@ -64,10 +69,7 @@ class gaussian(_Noise):
         0.1
     """
 
-    sigma: float
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "sigma")
+    sigma: NotNegative
 
     @property
     def deployed(self) -> Link:
@@ -89,10 +91,7 @@ class laplace(_Noise):
         0.1
     """
 
-    scale: float
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "scale")
+    scale: NotNegative
 
     @property
     def deployed(self) -> Link:
@@ -138,7 +137,6 @@ class discrete(_Noise):
         def noisy(t: Tensor) -> Tensor:
             drawn = torch.from_numpy(draws(bits, t.numel())).reshape(t.shape).to(t.device)
             # in double precision sums of whole numbers are exact; rounding such a sum to t's precision reveals no more than it
-            found: Tensor = (((t.double() / step).round() + drawn) * step).to(t.dtype)
-            return found
+            return (((t.double() / step).round() + drawn) * step).to(t.dtype)
 
         return {k: noisy(t) for k, t in update.items()} if step else dict(update)

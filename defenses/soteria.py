@@ -85,12 +85,10 @@ class soteria(Link):
 
             def norms(feature: Tensor) -> Tensor:
                 (slope,) = back(feature.expand_as(r))
-                size: Tensor = slope.flatten(1).norm(dim=1)
-                return size
+                return slope.flatten(1).norm(dim=1)
 
             jacobian = vmap(norms, out_dims=1, chunk_size=max(1, CHUNK // len(x)))(eye)  # (B, k)
-        found: Tensor = (jacobian / (r + OFFSET)).sum(0).detach()
-        return found
+        return (jacobian / (r + OFFSET)).sum(0).detach()
 
     def _representation(self, params: Params, x: Tensor) -> Tensor:
         """The layer's input (B, k)."""

@@ -12,7 +12,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.plan_coverage import PlanCoverage
-from fedgauge.server.views.reading import TWO_CLASSES, Reading, Snapshot
+from fedgauge.server.views.reading import TWO_CLASSES, RunSnapshot
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.verdict import Verdict, verdict_of
 
@@ -60,15 +60,15 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario.from_tables(tables | changes)
 
 
-class LedgerAlone(Reading):
+class LedgerAlone(RunSnapshot):
     """What a ledger without a run's folder holds by now; no more jobs come to it."""
 
     plan_coverage, built, state = PlanCoverage(), None, "complete"  # type: ignore[assignment]
 
     def __init__(self, ledger: Ledger, shares: Sequence[float] = TWO_CLASSES) -> None:
-        Snapshot.__init__(self, ledger, {"data": {"batch_size": 4096}})
-        self.shares, self.observations, self.attacks = shares, ledger.observations(), ledger.attacks()
-        Snapshot.read(self)
+        self.ledger, self.tables, self.shares = ledger, {"data": {"batch_size": 4096}}, shares
+        self.views, self.meta, self.scores, self._finished = {}, {}, Scores.empty(), 0
+        self.read()
 
     @property
     def class_shares(self) -> tuple[float, ...]:

@@ -23,6 +23,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from docs.generate.__main__ import pages
 from fedgauge.attacks.modality.image_metrics import BACKBONES, image_metrics, lpips_metric
+from fedgauge.client.deployment.secure_sum_terms import build_secure_sum
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
@@ -211,6 +212,39 @@ def test_the_sweep_of_the_page_holds_together(tmp_path: Path) -> None:
     example, *_ = blocks(text_of("docs/defenses.md"), "toml")
     (tmp_path / "sweep.toml").write_text(example)
     assert len(Sweep.load(tmp_path / "sweep.toml").cells) == 4
+
+
+@pytest.mark.parametrize("page", ["attacks", "canaries", "gpu", "scenarios", "guides/tutorial"])
+def test_the_parts_of_a_scenario_that_a_page_shows_fit_into_one(page: str) -> None:
+    """Each in place of the tables of a small scenario, whose local training stays if the part has none."""
+    local = {"use": "local_sgd", "rate": 0.1}
+    small = {"rounds": 2, "clients": 8, "data": {"use": "mnist5k"}, "model": {"use": "mlp"}, "attack": [{"use": "dlg"}]}
+    for example in blocks(text_of(f"docs/{page}.md"), "toml"):
+        part = tomllib.loads(example)
+        noise = [{"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 0.1}] if "canaries" in part else []
+        chain = [*noise, *part.get("chain", ())]
+        chain += [] if any(link["use"].startswith("local") for link in chain) else [local]
+        Scenario.from_tables({**small, **part, "chain": chain})
+
+
+def test_the_table_of_the_page_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its columns by a file as the page describes it."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        f"{20 + k % 60},{1500 + 10 * k},{('baker', 'driver')[k % 2]},{k % 7},n{k},day {k},{k % 2}" for k in range(200)
+    ]
+    (tmp_path / "loans.csv").write_text("\n".join(["age,income,trade,branch,name,opened,default", *rows]))
+    found, agreed = (tomllib.loads(block)["data"] for block in blocks(text_of("docs/tables.md"), "toml"))
+    tables = {"rounds": 1, "clients": 2, "model": {"use": "mlp"}, "chain": [{"use": "local_sgd", "rate": 0.1}]}
+    for data, kinds in ((found, [True, True, False, False]), ({**found, **agreed}, [True, True, False])):
+        read: Any = Scenario.from_tables({**tables, "data": {**data, "auxiliary": 20}}).federation.shards.dataset
+        assert [column.numeric for column in read.columns.every] == kinds
+
+
+def test_the_secure_sum_of_an_owners_file_can_be_agreed() -> None:
+    (example,) = blocks(text_of("docs/client-owner.md"), "toml")
+    terms = build_secure_sum(tomllib.loads(example)["secure_sum"], "[secure_sum]")
+    assert (terms.group, terms.threshold, terms.clip) == (3, 3, 0.1)  # type: ignore[attr-defined]  # of PairwiseMasking
 
 
 @pytest.mark.parametrize("page", ["docs/defenses.md", "docs/secure-sum.md"])

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -288,3 +289,10 @@ def test_no_file_names_a_place_on_somebodys_machine() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and any(h in node.value for h in homes)
     ]
     assert strings == []
+
+
+def test_editors_find_the_packages_of_a_clone() -> None:
+    """Pyright, and with it an editor's "go to definition", resolves fedgauge.client by the link that mypy uses."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    (path,) = tools["pyright"]["extraPaths"]
+    assert path == tools["mypy"]["mypy_path"] and (ROOT / path / "fedgauge").resolve() == ROOT

@@ -2,7 +2,7 @@
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,9 +114,7 @@ class _Allocations(TorchDispatchMode):
         self.live = self.peak_bytes = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for t in tree_leaves((args, kwargs)):
             self._count(t, new=False)
         result = func(*args, **(kwargs or {}))

@@ -6,7 +6,8 @@ over all problems, vmap, or a loop over problems.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -27,6 +28,7 @@ from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.computation import containers, error_line, run, undisturbed
 from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
+from fedgauge.attacks.engine.gradients.recurrent import stepwise
 from fedgauge.attacks.problem import Problem, Unattackable, refuse
 from fedgauge.client.models.losses import loss_of
 from fedgauge.client.rng import generator
@@ -66,6 +68,10 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         try:
             logits = _passed(model, params, x)
         except Exception as error:  # a user's model may raise anything
+            if len(inputs := _inputs(model)) > 1:
+                why = f"takes several inputs ({', '.join(inputs)}), and an example is one array"
+                remedy = "put them side by side in one vector, and wrap the model in one that takes it apart"
+                return Problem("several inputs", "the model", why, remedy)
             why = f"cannot take a batch of {' x '.join(map(str, x.shape))} ({error_line(error)})"
             return Problem("forward", running[-1] if running else "the model", why, "build it for such examples")
     if not isinstance(logits, Tensor):
@@ -73,7 +79,7 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         why = f"returns a {type(logits).__name__}{held}, expected only the logits (B, classes)"
         return Problem("no logits", "the model", why, "wrap it in a module that returns them")
     shape = tuple(logits.shape)
-    if len(shape) < 2 or len(logits) != len(x) or (outputs and shape != outputs):
+    if not shape or len(logits) != len(x) or (outputs and shape != outputs):
         why = f"returns logits of shape {shape} for a batch of {len(x)}, expected {outputs or '(B, classes)'}"
         return Problem("logits", "the model", why, "its factory is offered `shape` and `classes`")
     if not logits.isfinite().all():
@@ -84,8 +90,17 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
     for (layer, outs), (_, others) in zip(ended, again, strict=False):
         if not all(map(_equal, outs, others)):
             why = "draws random numbers, and the attacker's differentiable update lacks its draws"
-            return Problem("draws", layer, why, "set its probability to 0, or put it in eval mode")
+            return Problem(
+                "draws", layer, why, "set its probability to 0, put it in eval mode, or let it return its mean"
+            )
     return None
+
+
+def _inputs(model: nn.Module) -> list[str]:
+    """Return the names of the inputs that a model needs."""
+    free = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in given if p.kind in free and p.default is p.empty]
 
 
 def parameter_problem(model: nn.Module, params: Params) -> Problem | None:
@@ -415,7 +430,7 @@ def twice_differentiable() -> Iterator[None]:
     """A context in which all layers have a second derivative; values and first derivatives stay the same.
 
     Hard sigmoid and hard swish by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
-    kernels; recurrent layers without cuDNN.
+    kernels; recurrent layers step by step.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -427,10 +442,8 @@ def twice_differentiable() -> Iterator[None]:
 
 
 class _Composed(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return _COMPOSED.get(func, func)(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (stepwise(func, args) or _COMPOSED.get(func, func))(*args, **(kwargs or {}))
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
@@ -452,8 +465,7 @@ def _embedding_bag(input: Tensor, weight: Tensor, *further: Any, **settings: Any
     plain = not any(v for v in (*further, *left.values()) if not isinstance(v, float)) and input.dim() == 2
     mode, weights = settings.get("mode", "mean"), settings.get("per_sample_weights")
     if not plain or mode not in ("sum", "mean"):
-        found: Tensor = F.embedding_bag(input, weight, *further, **settings)
-        return found
+        return F.embedding_bag(input, weight, *further, **settings)
     rows = F.embedding(input, weight)
     rows = rows if weights is None else rows * weights[..., None]
     return rows.sum(1) if mode == "sum" else rows.mean(1)

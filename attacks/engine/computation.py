@@ -249,13 +249,11 @@ class LayerCallRecorder(TorchFunctionMode):
         self.calls: list[LayerCall] = []
         self.names = {id(p): name for name, p in params.items()}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in _ARGUMENTS:
             return result
-        given = dict(zip(_ARGUMENTS[func], args, strict=False)) | dict(kwargs or {})
+        given = dict(zip(_ARGUMENTS[func], args, strict=False)) | (kwargs or {})
         taken, weight, bias = (given.pop(name, None) for name in ("input", "weight", "bias"))
         named = id(weight) in self.names and (bias is None or id(bias) in self.names)
         if not named:
@@ -306,5 +304,4 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 def _noise(p: Tensor, rng: torch.Generator) -> Tensor:
     fan_in = max(1, p.numel() // max(1, len(p))) if p.dim() > 1 else 1
-    noise: Tensor = PERTURBED / fan_in**0.5 * torch.randn(p.shape, generator=rng).to(p)
-    return noise
+    return PERTURBED / fan_in**0.5 * torch.randn(p.shape, generator=rng).to(p)

@@ -41,6 +41,10 @@ def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
 
     Raises:
         ValueError: torch sees no such device here; the message names the remedy.
+
+    Example:
+        >>> devices_of("cpu")
+        [device(type='cpu')]
     """
     every = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     if wanted == "auto":
@@ -50,9 +54,7 @@ def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
         own = every if name == "cuda" else [d for d in (CPU, *every) if str(d) == name]
         if not own:
             here = f"torch {torch.__version__} sees {len(every)} GPUs (check nvidia-smi and CUDA_VISIBLE_DEVICES)"
-            raise ValueError(
-                f'there is no device {name!r}; expected "auto", "cpu", "cuda" or "cuda:0" and so on; {here}'
-            )
+            raise ValueError(f'no device {name!r}; expected "auto", "cpu", "cuda" or "cuda:0" and so on; {here}')
         found += own
     return list(dict.fromkeys(found)) or [CPU]
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import check_part
+from fedgauge.client.components import Checked, Share
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Update, norm
 
@@ -26,7 +26,7 @@ class InnerProducts(NamedTuple):
     expected: Tensor
 
 
-class Distance(ABC):
+class Distance(Checked, ABC):
     """A frozen dataclass: its fields are the distance's parameters."""
 
     @property
@@ -68,7 +68,12 @@ class _Joint(Distance):
 
 @dataclass(frozen=True)
 class cosine(_Joint):
-    """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4)."""
+    """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4).
+
+    Example:
+        >>> cosine()({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([1.0, 1.0])})  # 1 - 1 / sqrt 2
+        tensor(0.2929)
+    """
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         p = _total(products)
@@ -151,15 +156,6 @@ class rounding_likelihood(Distance):
 
 
 @dataclass(frozen=True)
-class absolute(Distance):
-    """|seen - expected|_1 / |seen|_1 (TAG's second term, normalised by the update's scale)."""
-
-    def __call__(self, seen: Update, expected: Update) -> Tensor:
-        total = torch.stack([t.abs().sum() for t in seen.values()]).sum()
-        return _magnitudes(seen, expected) / total.clamp_min(_TINY)
-
-
-@dataclass(frozen=True)
 class laplace_likelihood(Distance):
     """|seen - expected / shrink|_1 / b: additive Laplace noise of scale b."""
 
@@ -169,7 +165,8 @@ class laplace_likelihood(Distance):
     density = True
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
-        return _magnitudes(seen, _grown(expected, self.shrink)) / self.scale
+        grown = _grown(expected, self.shrink)
+        return torch.stack([(seen[k] - t).abs().sum() for k, t in grown.items()]).sum() / self.scale
 
 
 @dataclass(frozen=True)
@@ -184,6 +181,23 @@ class _OverOther(Distance):
 
 
 @dataclass(frozen=True)
+class each(_OverOther):
+    """The mean of another distance over the tensors: large ones do not outweigh those of the layers next to the input."""
+
+    density = False
+
+    @property
+    def by_products(self) -> bool:
+        return self.inner.by_products
+
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
+        return torch.stack([self.inner.of({name: p}) for name, p in products.items()]).mean(0)
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return torch.stack([self.inner({k: seen[k]}, {k: t}) for k, t in expected.items()]).mean()
+
+
+@dataclass(frozen=True)
 class visible(_OverOther):
     """Another distance over the entries that are not exactly zero in the observed update: for pruning and for unknown masks."""
 
@@ -195,10 +209,7 @@ class visible(_OverOther):
 class largest(_OverOther):
     """Another distance over a share of each tensor's entries: those that are largest in the observed update."""
 
-    keep: float
-
-    def __post_init__(self) -> None:
-        check_part(self, "keep")
+    keep: Share
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         kept = {k: self._kept(seen[k]) for k in expected}
@@ -316,7 +327,3 @@ def _difference(p: InnerProducts, shrink: float = 1.0) -> Tensor:
 
 def _grown(expected: Update, shrink: float) -> Update:
     return expected if shrink == 1 else {k: t / shrink for k, t in expected.items()}
-
-
-def _magnitudes(seen: Update, expected: Update) -> Tensor:
-    return torch.stack([(seen[k] - t).abs().sum() for k, t in expected.items()]).sum()

@@ -1,17 +1,16 @@
 """Adam and L-BFGS for many independent problems at once."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Checked, Count, Positive
 
-Evaluate = Callable[
-    [Tensor, Tensor], tuple[Tensor, Tensor]
-]  # points (N, D), their problems (N,) -> values (N,), gradients (N, D)
+# points (N, D), their problems (N,) -> values (N,), gradients (N, D)
+Evaluate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as published
 SUFFICIENT, CURVATURE = 1e-4, 0.9  # the weak Wolfe conditions
@@ -20,7 +19,7 @@ STRIDE = 10  # steps between two checks for a plateau
 
 
 @dataclass(frozen=True)
-class adam:
+class adam(Checked):
     """Adam (Kingma & Ba, 2015), elementwise, so that problems stay independent.
 
     Args:
@@ -30,14 +29,11 @@ class adam:
         decay: the rate is multiplied by this after every iteration.
     """
 
-    rate: float = 0.1
+    rate: Positive = 0.1
     signed: bool = False
     cuts: tuple[float, ...] = ()
     decay: float = 1.0
     state_per_variable = 2  # numbers kept for each one that is searched for
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "rate")
 
     def rate_at(self, iteration: int, iterations: int) -> float:
         """The step size of an iteration.
@@ -48,33 +44,18 @@ class adam:
         passed: int = sum(iteration >= cut * iterations for cut in self.cuts)
         return self.rate * 0.1**passed * self.decay**iteration
 
-    def step(
-        self, x: Tensor, slope: Tensor, moments: tuple[Tensor, Tensor], counts: Sequence[int], iterations: int
-    ) -> None:
-        """One step of N problems (N, ...) in place, each by its own count of steps before this one."""
+    def step(self, x: Tensor, slope: Tensor, moments: tuple[Tensor, Tensor], iteration: int, iterations: int) -> None:
+        """One step in place, after so many before it."""
         first, second = moments
-        length = per_iteration_count(lambda n: self.rate_at(n, iterations) / (1 - BETAS[0] ** (n + 1)), counts, x)
-        root = per_iteration_count(lambda n: math.sqrt(1 - BETAS[1] ** (n + 1)), counts, x)
+        length = self.rate_at(iteration, iterations) / (1 - BETAS[0] ** (iteration + 1))
         first.lerp_(slope, 1 - BETAS[0])
         second.mul_(BETAS[1]).addcmul_(slope, slope, value=1 - BETAS[1])
-        denominator = second.sqrt().div_(root).add_(EPSILON)
-        if isinstance(length, float):
-            x.addcdiv_(first, denominator, value=-length)
-        else:
-            x.sub_(length * first / denominator)
-
-
-def per_iteration_count(function: Callable[[int], float], counts: Sequence[int], like: Tensor) -> Tensor | float:
-    """A function of each problem's iteration count, as (N, 1, ...); a plain number if all counts are equal."""
-    values = {count: function(count) for count in set(counts)}
-    if len(values) == 1:
-        return values[counts[0]]
-    each = torch.tensor([values[count] for count in counts], dtype=torch.float64)
-    return each.to(like).view(-1, *[1] * (like.dim() - 1))
+        denominator = second.sqrt().div_(math.sqrt(1 - BETAS[1] ** (iteration + 1))).add_(EPSILON)
+        x.addcdiv_(first, denominator, value=-length)
 
 
 @dataclass(frozen=True)
-class lbfgs:
+class lbfgs(Checked):
     """L-BFGS with a line search for each problem (Nocedal & Wright, ch. 7).
 
     The published gradient-matching codes have no line search and diverge in about one of four runs. Here each step
@@ -87,13 +68,10 @@ class lbfgs:
         restart_above: a problem that ends above this value starts again from a new draw, with the rest of its budget.
     """
 
-    history: int = 20
+    history: Count = 20
     plateau: float = 1e-9
     tolerance: float = -math.inf
     restart_above: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "history")
 
     @property
     def state_per_variable(self) -> int:
@@ -119,11 +97,7 @@ class Descent:
 
 
 def minimise(
-    evaluate: Evaluate,
-    start: Tensor,
-    allowed: Tensor,
-    settings: lbfgs,
-    over: Callable[[], bool] = lambda: False,
+    evaluate: Evaluate, start: Tensor, allowed: Tensor, settings: lbfgs, over: Callable[[], bool] = lambda: False
 ) -> Descent:
     """L-BFGS until each problem has spent its evaluations or ended; an ended problem costs nothing more.
 

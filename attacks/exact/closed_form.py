@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fedgauge.attacks import labels as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 
 # reads the only observation of a wave, whose labels, if known, are the only ones; ValueError says why it cannot
 Reader = Callable[[Wave, Knowledge], Reconstruction]
@@ -20,12 +20,10 @@ class EachByItself(Attack):
     on_cpu = True
 
     @abstractmethod
-    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
         """Return the reader of the wave's observations; ValueError if there is none."""
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         try:
             readers = self.readers(wave, known, budget, streams)
         except ValueError as error:
@@ -34,9 +32,8 @@ class EachByItself(Attack):
         for k, read in enumerate(readers):
             started, alone = time.perf_counter(), wave.of([k])
             try:
-                labels = None if known.labels is None else known.labels[k : k + 1]
                 finite = all(bool(t.isfinite().all()) for t in alone.update.values())
-                result = read(alone, replace(known, labels=labels)) if finite else None
+                result = read(alone, known.alone(k)) if finite else None
                 if result is None or (result.x is not None and not bool(result.x.isfinite().all())):
                     raise ValueError("the update is zero or not finite")
             except ValueError as error:
@@ -52,7 +49,7 @@ class ClosedForm(EachByItself):
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         """Return the reader of the wave's observations; ValueError if there is none."""
 
-    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
         return [self.reader(wave, known)] * len(wave)
 
 

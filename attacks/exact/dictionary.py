@@ -16,10 +16,8 @@ from torch.nn import functional as F
 
 STARTS = 4  # starts of a round, for each wanted direction
 SHRINKAGES = 150  # of each start; most settle in fewer
-THRESHOLDS = (
-    0.2,
-    0.6,
-)  # of the soft thresholding, in root mean squares of L q: small ones suit few rows, large ones many
+# of the soft thresholding, in root mean squares of L q: small ones suit few rows, large ones many
+THRESHOLDS = (0.2, 0.6)
 REWEIGHTINGS = 30
 WIDE, NARROW = 0.3, 1e-6  # first and last smoothing of the reweighting, in root mean squares
 NEAR_ZERO = 0.05  # of a root mean square; smaller entries are nearly silent
@@ -54,8 +52,7 @@ class SparseMixture:
 
     def noise(self, directions: Tensor) -> Tensor:
         """(N, 1) standard deviation of the noise in L q."""
-        noise: Tensor = (directions * self.blur).norm(dim=1, keepdim=True)
-        return noise
+        return (directions * self.blur).norm(dim=1, keepdim=True)
 
     def silence(self, directions: Tensor) -> Tensor:
         """(N, 1) entries of L q below this are nearly silent."""

@@ -20,16 +20,17 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Streams, Wave
 from fedgauge.attacks.engine.computation import InputLayer, called, dense_input_layer
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.exact.closed_form import EachByItself, Reader
 from fedgauge.attacks.exact.dictionary import SparseMixture
+from fedgauge.attacks.solved_labels import derivative
+from fedgauge.client.models.losses import is_mean, loss_of
 from fedgauge.client.update import Batch, Params, norm, relative_error
 
-PROVEN = (
-    1e-3  # error of a guess's update relative to what its faintest image contributes; below it, the guess is the batch
-)
+# error of a guess's update relative to what its faintest image contributes; below it, the guess is the batch
+PROVEN = 1e-3
 SILENT = 1e-4  # of a unit column's largest entry; smaller entries count as a ReLU that was off
 AT_ONCE = 4096  # sets of rows tried together
 GAUSSIAN = 0.37457  # mean of log cosh of a standard normal number
@@ -102,8 +103,7 @@ class _Mixture:
     def inputs(self, columns: Tensor) -> Tensor:
         """X (B, n), from columns of Q (B, B) of any length: the bias gradient is the sum of the error signals."""
         lengths = torch.linalg.solve(columns, self.left.T @ self.bias)
-        inputs: Tensor = torch.linalg.solve(columns * lengths, self.right)
-        return inputs
+        return torch.linalg.solve(columns * lengths, self.right)
 
 
 Guess = tuple[Tensor | None, int]  # columns of Q (B, B) of any length, None: none yet; and the iterations spent so far
@@ -122,7 +122,7 @@ class _Unmixing(EachByItself):
     ) -> Iterator[Guess]:
         """Guesses of Q, until the budget is spent; examples have this shape."""
 
-    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]) -> Sequence[Reader]:
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
         clock = Deadline(time.perf_counter(), budget.seconds)
         layer, local = dense_input_layer(known.model, known.shape), known.chain.local
         if local.adaptive if self.tolerant else not local.one_gradient:
@@ -172,15 +172,29 @@ class _Unmixing(EachByItself):
 
 
 def _labels(x: Tensor, signals: Tensor, params: Params, layer: InputLayer, known: Knowledge) -> Tensor:
-    """Labels (B,): for each image the one with the error signal in the first layer nearest to the recovered one (B, m)."""
+    """Labels (B, ...): for each example the one with the error signal in the first layer nearest to the recovered one (B, m)."""
+    kind, fed = known.label_kind, known.normalise(x)
     weights = {k: p.detach().requires_grad_(k == layer.call.weight) for k, p in params.items()}
-    logits, (own, *_) = called(known.model, weights, known.normalise(x))
-    fits = []
-    for label in range(known.classes):
-        loss = known.loss(logits, torch.full((len(x),), label, device=x.device))
+    outputs, (own, *_) = called(known.model, weights, fed)
+    fits, every = [], kind.candidates(known.classes).to(x.device)
+    for y in every:
+        loss = loss_of(known.loss, outputs, y.expand(len(x), *y.shape[1:]), fed)
         (signal,) = torch.autograd.grad(loss, own.output, retain_graph=True)
         fits.append(F.cosine_similarity(signal.double(), signals, dim=1))
-    return torch.stack(fits, 1).nan_to_num(-1.0).argmax(1)
+    if fits:
+        return every[torch.stack(fits, 1).nan_to_num(-1.0).argmax(1), 0]
+    rows = [torch.autograd.grad(o.sum(), own.output, retain_graph=True)[0] for o in outputs.flatten(1).unbind(1)]
+    by_output = torch.stack(rows, 2).double()  # (B, m, outputs)
+    size = len(x) if is_mean(known.loss, known.classes, kind) else 1
+    slopes = torch.linalg.lstsq(by_output, signals[..., None] * size / known.scale).solution[..., 0]
+    found = []
+    for at, slope in zip(outputs.detach().double().split(1), slopes, strict=True):
+        found.append(kind.solved(partial(derivative, known, _as_they_are, at), slope, True, known.classes))
+    return torch.cat([kind.trial(1, known.classes) if y is None else y for y in found]).to(x.device)
+
+
+def _as_they_are(outputs: Tensor) -> Tensor:
+    return outputs
 
 
 # ------------------------------------------------------------------------------------------------------------ sparsity
@@ -217,9 +231,8 @@ def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
     drawn = torch.rand(count, len(rows), generator=rng).topk(size - 1, dim=1).indices
     # the direction orthogonal to B - 1 rows
     q: Tensor = torch.linalg.svd(rows[drawn], full_matrices=True).Vh[:, -1]
-    least = size + max(
-        2, len(rows) // 20
-    )  # more zeros than chance gives: those by construction, and a part of the layer
+    # more zeros than chance gives: those by construction, and a part of the layer
+    least = size + max(2, len(rows) // 20)
     return q[_silent(rows, q.T).sum(0) >= least].T
 
 
@@ -230,7 +243,10 @@ def _silent(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _distinct(rows: Tensor, columns: Tensor) -> Tensor:
-    """The distinct columns without mixtures, which are off where two others are, those with most zeros first, at most MOST each."""
+    """The distinct columns without mixtures, those with most zeros first, at most MOST each.
+
+    A mixture is a combination of columns that are off nearly everywhere where it is.
+    """
     signs = columns.gather(0, columns.abs().argmax(0, keepdim=True)).sign()
     unique, group = torch.unique((columns * signs).mul(ROUNDED).round(), dim=1, return_inverse=True)
     first = torch.full((unique.shape[1],), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")
@@ -241,17 +257,23 @@ def _distinct(rows: Tensor, columns: Tensor) -> Tensor:
     for k in order.tolist():
         own = silent[:, k]
         more = (own[:, None] & ~silent[:, kept]).sum(0)  # off here, and not there
-        if not bool((more < min(len(columns), int(own.sum()) // 4)).any()):
+        parts = few[:, kept][:, more < min(len(columns), int(own.sum()) // 4)]
+        if float((few[:, k] - parts @ (torch.linalg.pinv(parts, rtol=SILENT) @ few[:, k])).norm()) > SILENT:
             kept.append(k)
     return few[:, kept]
 
 
 def _bases(columns: Tensor) -> Iterator[Tensor]:
-    """Choices of B independent columns, those with most zeros first."""
-    size = len(columns)
-    few = range(min(columns.shape[1], size + SPARE))
-    for chosen in islice(sorted(combinations(few, size), key=sum), BASES):
-        basis = columns[:, list(chosen)]
+    """Choices of B independent columns, those with most zeros first; a mixture has fewer than each of its parts."""
+    size, first = len(columns), list[int]()
+    for k in range(columns.shape[1]):
+        if float(torch.linalg.svdvals(columns[:, [*first, k]])[-1]) > SILENT:
+            first.append(k)
+        if len(first) == size:
+            break
+    few = [*first, *(k for k in range(columns.shape[1]) if k not in first)][: size + SPARE]
+    for chosen in islice(sorted(combinations(range(len(few)), size), key=sum), BASES):
+        basis = columns[:, [few[k] for k in chosen]]
         if float(torch.linalg.svdvals(basis)[-1]) > SILENT:
             yield basis
 

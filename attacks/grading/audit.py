@@ -9,7 +9,6 @@ from functools import cached_property, partial
 import torch
 
 from fedgauge.attacks.base import Attack, ClientState, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
-from fedgauge.attacks.defense_inference.infer import Inferred, infer
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.grading.scores import Grader, ungraded_rows
 from fedgauge.attacks.grading.tuning import Tuning
@@ -20,7 +19,7 @@ from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord, came_back, wro
 from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import (
     as_known,
-    blurred_pull,
+    blurred_correction,
     chosen_auxiliary,
     needs_truth,
     public_knowledge,
@@ -29,7 +28,6 @@ from fedgauge.attacks.threat_model import (
 )
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
-from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
@@ -62,6 +60,15 @@ class Auditor:
         metrics: those to grade by; default: all that apply.
         purpose: of the attacks' randomness, where all attacks share their starts; default: each has its own.
         labels_in_order: given labels come in the client's order, as some papers give them.
+
+    Example:
+        >>> from fedgauge.client.protocol import Protocol
+        >>> tables = {"rounds": 1, "clients": 4, "data": {"use": "mnist5k"}, "model": {"use": "mlp", "hidden": [8]}}
+        >>> protocol = Protocol.from_tables({**tables, "chain": [{"use": "local_sgd", "rate": 0.1}]})
+        >>> source, attack = FederationSource(Federation(protocol)), PlannedAttack("analytic", {"use": "analytic"})
+        >>> (result,) = Auditor(source, metrics=frozenset({"psnr"})).audit(attack, source.wave())
+        >>> result.rows[0].value > 100  # dB: exact
+        True
     """
 
     source: FederationSource
@@ -94,36 +101,19 @@ class Auditor:
 
     # ------------------------------------------------------------------------------------------ what the attacker knows
 
-    def knowledge(
-        self,
-        planned: PlannedAttack,
-        members: int | None = None,
-        inferred: Inferred | None = None,
-        fed: Federation | None = None,
-    ) -> Knowledge:
+    def knowledge(self, planned: PlannedAttack, members: int | None = None, fed: Federation | None = None) -> Knowledge:
         """The threat model of a planned attack.
 
         Args:
             members: clients that the server sees as one sum; default: a whole group.
-            inferred: the defense, where the plan leaves it to the attacker to infer it from the updates.
             fed: the federation on the device where the attack runs; default: on the CPU.
         """
         fed = fed or self.federation
         chain = fed.chain if planned.defense == "known" else Chain((fed.chain.local,))
-        if inferred is not None:
-            chain = inferred.chain
         public = chosen_auxiliary(planned, self.source.auxiliary, fed.shards.dataset.classes, self.seed)
         if self.few is not None:
             public = Batch(*(t[: self.few] for t in public))
         return public_knowledge(fed, public, chain, members)
-
-    def infer_defense(self, wave: Wave, members: int = 1) -> Inferred:
-        """Infer the chain from a wave's updates, as an attacker who knows only the local training."""
-        fed = self.federation
-        other_loss = "a defense is inferred from a cross-entropy's zeros, and [loss] names another loss"
-        if reason := self.modality.hides_defense or ("" if is_cross_entropy(fed.loss) else other_loss):
-            raise ValueError(reason)
-        return infer(wave, fed.model, fed.chain.local, fed.shards.batch_size, members)
 
     def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
         """The attacker's randomness for one observation."""
@@ -188,8 +178,8 @@ class Auditor:
         reason = NO_MEMBERS if self.source.blind and attack.needs_truth else ""
         try:
             if not reason:
-                known, wave, _ = self._threat(planned, attack, seen, members)
-                reason = blurred_pull(known, attack)
+                known, wave = self._threat(planned, attack, seen, members)
+                reason = blurred_correction(known, attack)
             if not reason:
                 case = Case(self.federation, planned.name, known, wave, seen, others, memories, self.seed)
                 (rows, remembered), reason = attack.measure(case), NOT_FINITE
@@ -205,20 +195,19 @@ class Auditor:
             audited.append(AuditResult(client, result, own, remembered.get(client)))
         return audited
 
-    def _threat(self, planned: PlannedAttack, attack: Attack, wave: Wave, members: int) -> tuple[Knowledge, Wave, str]:
-        """Return the knowledge and the wave on the attack's device, and a note on the inferred defense."""
-        inferred = self.infer_defense(wave, members) if planned.defense == "inferred" else None
+    def _threat(self, planned: PlannedAttack, attack: Attack, wave: Wave, members: int) -> tuple[Knowledge, Wave]:
+        """Return the knowledge and the wave on the attack's device."""
         if self.source.blind and planned.is_baseline:
             planned = replace(planned, labels="restored")
         fed = self.federation if attack.on_cpu else self._moved
-        known = self.knowledge(planned, members, inferred, fed)
+        known = self.knowledge(planned, members, fed)
         private = [self.source.truth(c, wave.round) for c in wave.clients] if needs_truth(planned) else []
         known = with_given_truth(planned, known, private, self.labels_in_order)
         if not attack.on_cpu and self.device != CPU:
             known, wave = known.to(self.device), wave.to(self.device)
         known, wave = as_known(known, wave)
         fed.load_buffers(wave.buffers)
-        return known, wave, f"chain inferred: {inferred}: {inferred.evidence}" if inferred is not None else ""
+        return known, wave
 
     def attack(
         self, planned: PlannedAttack, wave: Wave, members: int, memories: Mapping[int, ClientState] = {}
@@ -230,10 +219,10 @@ class Auditor:
             memories: as for `audit`; the attack gets of the truth what its threat model gives it and no more.
         """
         attack = planned.build()
-        known, wave, note = self._threat(planned, attack, wave, members)
+        known, wave = self._threat(planned, attack, wave, members)
         streams = [self.stream(planned, wave.round, client) for client in wave.clients]
         started = time.perf_counter()
-        if blurred := blurred_pull(known, attack):
+        if blurred := blurred_correction(known, attack):
             return [
                 (result, memories.get(c)) for c, result in zip(wave.clients, not_applicable(wave, blurred), strict=True)
             ]
@@ -259,7 +248,7 @@ class Auditor:
         results = [result.to(CPU) for result in reconstructions]
         seconds = (time.perf_counter() - started) / len(wave)
         return [
-            (replace(result, seconds=seconds, reason="; ".join(filter(None, (note, tuned, result.reason)))), memory)
+            (replace(result, seconds=seconds, reason="; ".join(filter(None, (tuned, result.reason)))), memory)
             for result, memory in zip(results, remembered, strict=True)
         ]
 

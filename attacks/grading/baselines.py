@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.gaussian_prior import class_means
 from fedgauge.attacks.labels import restore
 from fedgauge.client.models.language import LanguageModel
@@ -22,12 +22,10 @@ class Baseline(Attack):
     on_cpu = True
 
     @abstractmethod
-    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:
         """A batch for each observation; ValueError says what is missing."""
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         try:
             guesses = self.guesses(known.public, wave, known, streams)
         except ValueError as error:
@@ -42,7 +40,7 @@ class mean_image(Baseline):
 
     is_random: ClassVar[bool] = False
 
-    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:
         return [public.x.mean(0).expand(known.batch_size, *known.shape)] * len(wave)
 
 
@@ -52,7 +50,7 @@ class class_mean_image(Baseline):
 
     is_random: ClassVar[bool] = False
 
-    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:
         return [class_means(public, own) for own in restore(wave, known)]  # the given labels, if they are
 
 
@@ -60,7 +58,7 @@ class class_mean_image(Baseline):
 class random_image(Baseline):
     """Guess random auxiliary images."""
 
-    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:
         x = public.x
         return [x[torch.randint(len(x), (known.batch_size,), generator=s("image"))] for s in streams]
 
@@ -69,7 +67,7 @@ class random_image(Baseline):
 class random_words(Baseline):
     """Guess words at the auxiliary text's frequencies."""
 
-    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:
         assert known.text is not None and isinstance(known.model, LanguageModel)
         model, x = known.model, public.x
         words = x[~torch.isin(x, torch.tensor(sorted(model.special)))]
@@ -95,7 +93,7 @@ class mode_row(Baseline):
 
     is_random: ClassVar[bool] = False
 
-    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:
         assert known.columns is not None
         cells = known.columns.cells(public.x)
         likely = [
@@ -109,7 +107,7 @@ class mode_row(Baseline):
 class random_row(Baseline):
     """Guess each cell at the auxiliary rows' frequencies, independently of the others."""
 
-    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Sequence[Stream]) -> Sequence[Tensor]:
+    def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:
         assert known.columns is not None
         cells, columns = known.columns.cells(public.x), known.columns
         size = (known.batch_size, len(columns))

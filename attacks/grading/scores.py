@@ -10,10 +10,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.attacks.modality.image_metrics import (
-    AUGMENTED,
-    Metric,
-)
+from fedgauge.attacks.modality.image_metrics import AUGMENTED, Metric
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, came_back, wrong_client
 from fedgauge.client.labels import LabelKind
 from fedgauge.client.update import Batch
@@ -42,20 +39,14 @@ class Grader:
         return metrics if self.only is None else [metric for metric in metrics if metric.name in self.only]
 
     def leaked(self, result: Reconstruction, truth: Batch) -> list[float]:
-        """The main metric of each example, as it counts in a mean; empty if nothing came back."""
+        """The main metric of each example, as it counts in a mean; empty without a reconstruction."""
         main = self.modality.main
         rows = replace(self, only={main.metric}).grade("", 0, 0, result, truth)[1]
         values = [row.value for row in rows if row.metric == main.metric and row.value is not None]
         return values if main.cap is None else [min(value, main.cap) for value in values]
 
     def grade(
-        self,
-        attack: str,
-        round: int,
-        client: int,
-        result: Reconstruction,
-        truth: Batch,
-        augmented: Batch | None = None,
+        self, attack: str, round: int, client: int, result: Reconstruction, truth: Batch, augmented: Batch | None = None
     ) -> tuple[Reconstruction, list[ScoreRecord], Tensor]:
         """The reconstruction in the truth's order, its rows, and which example (B,) each was paired with; -1: none.
 

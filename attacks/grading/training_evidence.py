@@ -35,9 +35,8 @@ LITTLE = 0.02  # sums that half precision in the passes, or a little noise, may 
 DECAY = 0.5  # times the weights: more is no weight decay
 SMALL_EPS = 1e-6  # a larger eps makes Adam's step differ from a sign
 ONE_SIZE = 0.05  # relative distance of entries that have one size
-MOST = (
-    0.5  # share of the large entries with one size, from which the step is Adam's; in gradients it is some hundredths
-)
+# share of the large entries with one size, from which the step is Adam's; in gradients it is some hundredths
+MOST = 0.5
 FEW = 0.02  # least share of large entries; gradients have fewer
 COARSE = 0.05  # part of the update that rounding may be
 WARNING = "WARNING: the assumed local training does not explain the update, so attacks may show noise"

@@ -96,11 +96,9 @@ class Tuning:
             one_split: whether these are the same images in all rounds, so that what is trained on the others is trained once.
         """
         count = shadows * known.batch_size
-        if len(known.public.y) < 2 * count:
-            raise ValueError(f"tuning needs {2 * count} auxiliary images, and there are {len(known.public.y)}")
-        part = () if one_split else (self.round,)
-        order = torch.randperm(len(known.public.y), generator=generator(self.seed, "tuning", *part))
-        chosen, rest = (Batch(*(t[rows.to(t.device)] for t in known.public)) for rows in (order[:count], order[count:]))
+        public, part = known.enough(2 * count), () if one_split else (self.round,)
+        order = torch.randperm(len(public.y), generator=generator(self.seed, "tuning", *part))
+        chosen, rest = (Batch(*(t[rows.to(t.device)] for t in public)) for rows in (order[:count], order[count:]))
         x, y = (t.view(shadows, known.batch_size, *t.shape[1:]) for t in chosen)
         simulated = Simulator(known, wave.params).updates(x, y, generator(self.seed, "tuning updates", self.round))
         parts = list(simulated)

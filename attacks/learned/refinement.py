@@ -16,7 +16,7 @@ from torch import Tensor
 from fedgauge.attacks import labels as labelling
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.ridge import FittedRidge, ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, aligned_orders

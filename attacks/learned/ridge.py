@@ -5,7 +5,7 @@ updates is the linear inverter of least expected error: its regulariser represen
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks import labels as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.learned.trainer import TrainingRecord
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count, Natural
 from fedgauge.client.update import Update
 
 BONDS = (0.0, 1.0, 10.0)
@@ -159,16 +159,10 @@ class ridge_inversion(Attack):
         passes: how often each auxiliary image is grouped with others, for batches of several.
     """
 
-    buckets: int = 0
-    passes: int = 1
+    buckets: Natural = 0
+    passes: Count = 1
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "buckets")
-        check_at_least(self, 1, "passes")
-
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         try:
             labels = labelling.restore(wave, known).sort(1).values
             fitted = FittedRidge(self, ShadowTrainer(known, wave.params, self.view, self.passes))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Reconstruction
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer
 from fedgauge.client.rng import generator, seed_of
 

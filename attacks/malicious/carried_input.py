@@ -26,7 +26,7 @@ from fedgauge.attacks.engine.computation import (
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
-from fedgauge.client.components import Table, check_at_least
+from fedgauge.client.components import Count, Table
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Batch, Params, relative_error
 
@@ -47,8 +47,7 @@ class CarriedInputNetwork(nn.Module):
         self.pixels = pixels
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(torch.cat([self.features(x), x.flatten(1)], 1))
-        return logits
+        return self.classifier(torch.cat([self.features(x), x.flatten(1)], 1))
 
     def image(self, inputs: Tensor, params: Params) -> Tensor:
         """The network's input (n, pixels), from the classifier's inputs."""
@@ -86,8 +85,7 @@ class ReversibleNetwork(nn.Module):
         still, moved = F.pixel_unshuffle(x, 2).chunk(2, 1)
         for block in self.blocks:
             still, moved = moved + block(still), still
-        logits: Tensor = self.classifier(torch.cat([still, moved], 1).flatten(1))
-        return logits
+        return self.classifier(torch.cat([still, moved], 1).flatten(1))
 
     def image(self, inputs: Tensor, params: Params) -> Tensor:
         """The network's input (n, pixels), from the classifier's inputs: each block's sum is undone."""
@@ -137,12 +135,9 @@ class reversible_blocks(ServerAttack):
         zero: send a classifier of zeros, which separates batches.
     """
 
-    blocks: int = 3
-    width: int = 16
+    blocks: Count = 3
+    width: Count = 16
     zero: bool = False
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "blocks", "width")
 
     @property
     def architecture(self) -> Table:

@@ -120,9 +120,7 @@ def check_readable(known: Knowledge, params: Params) -> None:
     layer = classifier(known.model, known.shape)
     check_one_gradient(known)
     if f"{layer}.bias" not in params or (known.batch_size > 1 and bool(params[f"{layer}.weight"].any())):
-        raise ValueError(
-            f"the classifier {layer!r} needs a bias and, for a batch, a classifier of zeros: set zero = true"
-        )
+        raise ValueError(f"classifier {layer!r} needs a bias, and zero weights for a batch: set zero = true")
 
 
 def on_grid(x: Tensor) -> Tensor:

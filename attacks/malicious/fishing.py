@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 from torch.func import functional_call
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.malicious.server_attack import ServerAttack, check_one_gradient, delegated, probe_batch
@@ -162,9 +162,7 @@ class lone_example(DelegatingAttack):
 
     decodes: ClassVar[tuple[str, ...]] = ("class_fishing", "feature_fishing")
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         try:
             check_one_gradient(known)
             row = _fished_class(wave.params, known)
@@ -180,7 +178,7 @@ class lone_example(DelegatingAttack):
         return [results[k] for k in range(len(wave))]
 
     def _inverted(
-        self, wave: Wave, row: int, known: Knowledge, budget: Budget, streams: Sequence[Stream], notes: Sequence[str]
+        self, wave: Wave, row: int, known: Knowledge, budget: Budget, streams: Streams, notes: Sequence[str]
     ) -> list[Reconstruction]:
         links = list(known.chain.links)
         links.insert(sum(map(is_per_example, links)), _BatchShare(known.batch_size))

@@ -25,7 +25,7 @@ from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import LayerRows, input_to_pixels, read_images
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.client.components import Table, check_above_zero, check_at_least
+from fedgauge.client.components import Count, Positive, Table
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Params
 
@@ -56,8 +56,7 @@ class SortingBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # the mean: if each row had its own weight, local steps would make their error signals differ
         added = self.back(F.relu(self.query(self.kernels(x).flatten(1))).mean(1, keepdim=True))
-        logits: Tensor = self.rest(x + added.view_as(x))
-        return logits
+        return self.rest(x + added.view_as(x))
 
 
 def imprint_block(model: nn.Module, shape: Shape, bins: int = 64) -> SortingBlock:
@@ -97,12 +96,8 @@ class imprint(ServerAttack):
             on it; it only has to exceed what a defense adds to them.
     """
 
-    bins: int = 64
-    strength: float = 1e-2
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "bins")
-        check_above_zero(self, "strength")
+    bins: Count = 64
+    strength: Positive = 1e-2
 
     @property
     def architecture(self) -> Table:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Generator
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.malicious.server_attack import OmittedParameters, ServerAttack, delegated, probe_batch
@@ -55,17 +55,12 @@ class lone_target(DelegatingAttack):
     decodes: ClassVar[tuple[str, ...]] = ("dead_layer",)
     needs_secure_sum: ClassVar[bool] = True
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         summed = known.chain.links[-1]
         if not isinstance(summed, GroupMean):
-            return not_applicable(
-                wave, "the server sees each client's update separately: there is no sum to take apart"
-            )
-        others = OmittedParameters(
-            (f"{classifier(known.model, known.shape)}.bias",)
-        )  # all that a dead client's gradient reaches
+            return not_applicable(wave, "the server sees each client's own update: there is no sum to take apart")
+        # all that a dead client's gradient reaches
+        others = OmittedParameters((f"{classifier(known.model, known.shape)}.bias",))
         alone = replace(
             known,
             chain=Chain((*known.chain.links[:-1], others)),

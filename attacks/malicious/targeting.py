@@ -65,8 +65,7 @@ class TargetedServerAttack:
     @property
     def server_attack(self) -> ServerAttack:
         """A new instance: it keeps nothing between rounds."""
-        built: ServerAttack = build(self.table, "[[server_attack]]", SERVER_ATTACK)
-        return built
+        return build(self.table, "[[server_attack]]", SERVER_ATTACK)
 
     def __str__(self) -> str:
         targeting = self.targeting

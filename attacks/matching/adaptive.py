@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.distances import Distance, cosine, left_out, visible_columns
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import unrolled
@@ -32,9 +32,7 @@ class leave_layer_out(Attack):
     tv: float = 4e-4
     rate: float = 0.1
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         if self.layer == "auto" and known.chain.hidden:
             return self._without(known.chain.hidden, wave, known, budget, streams)
         layers = [f"{n}.weight" for n, m in known.model.named_modules() if isinstance(m, nn.Linear)]
@@ -54,11 +52,10 @@ class leave_layer_out(Attack):
         return found[0] if len(found) == 1 else [_nearest(k, wave, known, trials, found) for k in range(len(wave))]
 
     def _without(
-        self, names: frozenset[str], wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
+        self, names: frozenset[str], wave: Wave, known: Knowledge, budget: Budget, streams: Streams
     ) -> list[Reconstruction]:
-        distance: Distance = left_out(
-            cosine(), names - known.chain.hidden
-        )  # the engine itself leaves out what the chain hides
+        # the engine itself leaves out what the chain hides
+        distance: Distance = left_out(cosine(), names - known.chain.hidden)
         if self.columns:
             distance = visible_columns(cosine(), tuple(sorted(names)))
             known = replace(known, chain=known.chain.mean)  # of which nothing is hidden

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
-from fedgauge.attacks.engine.scheduler import Variables
+from fedgauge.attacks.engine.deadline import Variables
 from fedgauge.attacks.matching.problems import ObservedUpdates, Problems, SearchFails
 
 ValueAndSlopes = tuple[Tensor, Variables]
@@ -48,30 +48,24 @@ class CompiledStep:
         self._steps: dict[int, Step] = {}
         self._keys: tuple[tuple[str, ...], ...] | None = None
 
-    def value_and_slopes(
-        self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0
-    ) -> ValueAndSlopes:
+    def value_and_slopes(self, variables: Variables, rows: Tensor, likelihood_weight: float = 1.0) -> ValueAndSlopes:
         """Like `Problems.value_and_slopes`."""
         count, units = len(rows), self.problems.units
         size = min(self.limiter.count, len(units)) * units.shape[1]
         if count < size:
             padding = torch.cat([torch.arange(count), torch.full((size - count,), count - 1)])
             variables, rows = {name: t[padding] for name, t in variables.items()}, rows[padding]
-            if isinstance(likelihood_weight, Tensor):
-                likelihood_weight = likelihood_weight[padding]
         value, slopes = self._full(variables, rows, likelihood_weight)
         return value[:count], {name: t[:count] for name, t in slopes.items()}
 
-    def _full(self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float) -> ValueAndSlopes:
+    def _full(self, variables: Variables, rows: Tensor, likelihood_weight: float) -> ValueAndSlopes:
         seen, labels = self.problems.chosen(rows)
         if self._keys is None:  # the first step decides how the model is differentiated, and which forms it needs
             result = self.problems.value_and_slopes(variables, rows, likelihood_weight)
             self._keys = tuple(seen.forms)
             return result
         forms = {key: seen.form(*key) for key in self._keys}
-        if not isinstance(likelihood_weight, Tensor):
-            likelihood_weight = torch.full((len(rows),), likelihood_weight).to(variables["x"])
-        tensors = (variables, forms, labels, likelihood_weight)
+        tensors = (variables, forms, labels, torch.as_tensor(likelihood_weight).to(variables["x"]))
         if len(rows) not in self._steps:
             self._steps[len(rows)] = self._recorded(seen, *tensors)
         with torch.no_grad():

@@ -14,7 +14,7 @@ from fedgauge.attacks.base import (
     Knowledge,
     Reconstruction,
     StatefulAttack,
-    Stream,
+    Streams,
     Wave,
     not_applicable,
 )
@@ -56,7 +56,7 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
         return {"images": torch.tensor(0)}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         try:
             begin = self._begin(wave, known, streams, memories)
@@ -76,9 +76,7 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
         blend = self.alpha * memory["blend"] + (1 - self.alpha) * x if images else x
         return {"images": torch.tensor(images + 1), "blend": blend}
 
-    def _begin(
-        self, wave: Wave, known: Knowledge, streams: Sequence[Stream], memories: Sequence[ClientState]
-    ) -> Tensor | None:
+    def _begin(self, wave: Wave, known: Knowledge, streams: Streams, memories: Sequence[ClientState]) -> Tensor | None:
         """Starting images (K, B, C, H, W) in pixels; None: all from noise."""
         like = next(iter(wave.params.values()), torch.zeros(()))  # without parameters the attack itself declines
         shape = (known.batch_size, *known.shape)

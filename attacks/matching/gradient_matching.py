@@ -4,7 +4,7 @@ It reconstructs argmin_x likelihood(seen, forward(x)) + sum of weight * prior(x)
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks import labels as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
 from fedgauge.attacks.engine.compatibility import doubled, parameter_problem
+from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
-from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails
@@ -65,13 +65,11 @@ class GradientMatching(Attack):
         """The same search with other fields of the objective."""
         return replace(self, objective=replace(self.objective, **changes))
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         return self.continued(wave, known, budget, streams, None)
 
     def continued(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, start: Tensor | None
     ) -> list[Reconstruction]:
         """`reconstruct` from given images (K, B, C, H, W) in [0, 1] instead of noise; further restarts still draw noise."""
         try:
@@ -81,7 +79,7 @@ class GradientMatching(Attack):
         return _answers(found, budget)
 
     def search_all(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], start: Tensor | None = None
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, start: Tensor | None = None
     ) -> "EveryRestart":
         """Search with every restart of every observation.
 
@@ -97,7 +95,7 @@ class GradientMatching(Attack):
         except ValueError as error:
             raise SearchFails(str(error)) from error
         if start is not None:
-            first = known.normalise(start).repeat(1, problems.epochs, 1, 1, 1)
+            first = problems.free(known.normalise(start)).repeat(1, problems.epochs, *[1] * len(known.shape))
             variables["x"][:: budget.restarts] = first.to(variables["x"])
         clock = Deadline(started, budget.seconds)
         outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock))
@@ -105,7 +103,7 @@ class GradientMatching(Attack):
         labels = problems.joined_labels(variables, rows)
         return EveryRestart(images, labels, outcome, problems, time.perf_counter() - started)
 
-    def _problems(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Problems:
+    def _problems(self, wave: Wave, known: Knowledge, restarts: int, streams: Streams) -> Problems:
         """The wave's problems; ValueError if they cannot be posed."""
         refuse(parameter_problem(known.model, wave.params))
         like = next(iter(wave.params.values()))
@@ -126,7 +124,7 @@ class GradientMatching(Attack):
             wave = replace(wave, params=params, update=update)
         return Problems(self.objective, wave, known, y, restarts, like.dtype, self.search.group)
 
-    def _labels(self, wave: Wave, known: Knowledge, restarts: int, streams: Sequence[Stream]) -> Tensor:
+    def _labels(self, wave: Wave, known: Knowledge, restarts: int, streams: Streams) -> Tensor:
         """Labels (P, images) of each problem; if steps, or clients of a sum, take slices, restarts try different ones."""
         training = self.objective.training
         epochs, y = training.epochs(known), labelling.restore(wave, known)

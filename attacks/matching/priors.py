@@ -13,7 +13,7 @@ from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.computation import layer_inputs
 from fedgauge.attacks.gaussian_prior import GaussianPrior, class_means, deviations
 from fedgauge.attacks.learned.generators import GeneratorTraining, check, generator_of
-from fedgauge.client.components import ComponentKind, check_above_zero, check_at_least
+from fedgauge.client.components import Checked, ComponentKind, Count, Positive
 from fedgauge.client.update import Params
 
 ESTIMATED = 64  # batches of auxiliary images from which BatchNorm's statistics are estimated
@@ -46,7 +46,7 @@ class LabelledEnergy:
     likeliest: Callable[[Tensor], Tensor]
 
 
-class Prior(ABC):
+class Prior(Checked, ABC):
     """A frozen dataclass; its weight is the prior's share of the objective."""
 
     weight: float
@@ -70,7 +70,7 @@ PRIOR = ComponentKind("a prior", ("fedgauge.priors",), Prior)
 
 @dataclass(frozen=True)
 class total_variation(Prior):
-    """Differences between neighbouring pixels.
+    """Differences between neighbours along each axis of an image, a window or a volume.
 
     Args:
         power: 1: the means of |dx| and |dy| (Inverting Gradients, eq. 4); 2: the sums of their squares over the pixels, as
@@ -84,10 +84,9 @@ class total_variation(Prior):
         return self._energy
 
     def _energy(self, x: Tensor) -> Tensor:
-        dx, dy = x[..., :, 1:] - x[..., :, :-1], x[..., 1:, :] - x[..., :-1, :]
-        if self.power == 2:
-            return dx.square().sum() + dy.square().sum()
-        return _mean(dx.abs()) + _mean(dy.abs())
+        steps = [x.diff(dim=axis) for axis in range(x.dim() - 1, 1, -1)]  # the last axis first: x, then y
+        parts = [d.square().sum() if self.power == 2 else _mean(d.abs()) for d in steps]
+        return torch.stack(parts).sum() if parts else x.new_zeros(())
 
 
 def _mean(differences: Tensor) -> Tensor:
@@ -142,10 +141,8 @@ class batch_statistics(Prior):
 
 def _estimated(known: Knowledge, params: Params, layers: Sequence[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     """The mean, over batches of auxiliary images, of a batch's mean and variance at each use of these layers."""
-    batches = [some for some in known.public.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
-    if not batches:
-        remedy = 'raise [data] auxiliary, or set of = "running"'
-        raise ValueError(f"estimating statistics needs at least {known.batch_size} auxiliary images: {remedy}")
+    public = known.enough(known.batch_size, 'raise [data] auxiliary, or set of = "running"')
+    batches = [some for some in public.x.split(known.batch_size)[:ESTIMATED] if len(some) == known.batch_size]
     with torch.no_grad():
         uses = zip(*(layer_inputs(known.model, params, layers, known.normalise(some)) for some in batches), strict=True)
         found = [zip(*(_moments(values) for _, values in use), strict=True) for use in uses]
@@ -282,14 +279,13 @@ class generator_prior(Prior):
 
     weight: float = 1.0
     generator: dict | None = None  # type: ignore[type-arg]  # as TOML gives it; `check` looks at what is in it
-    latent: int = 128
-    width: int = 32
-    training: int = 2000
-    deviation: float = 0.1
+    latent: Count = 128
+    width: Count = 32
+    training: Count = 2000
+    deviation: Positive = 0.1
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "latent", "width", "training")
-        check_above_zero(self, "deviation")
+        super().__post_init__()
         if self.generator is not None:
             check(self.generator)
 

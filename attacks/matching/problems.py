@@ -1,7 +1,7 @@
 """The problems of a wave: each one's objective (likelihood and priors) as a function of its images, and its gradient."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -12,14 +12,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import grad_and_value, vmap
 
-from fedgauge.attacks.base import Knowledge, Stream, Wave
+from fedgauge.attacks.base import Knowledge, Streams, Wave
 from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.compatibility import Route, differentiation_of
+from fedgauge.attacks.engine.deadline import Variables
 from fedgauge.attacks.engine.distances import InnerProducts, between, left_out, likelihood, visible, visible_columns
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, factored, flattened
 from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update
-from fedgauge.attacks.engine.scheduler import Variables
 from fedgauge.attacks.matching.objective import Objective, averaged, pair_epochs
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
 from fedgauge.client.models.losses import is_mean
@@ -121,8 +121,7 @@ def over_problems(function: Callable[..., Tensor], *arguments: Tensor | Update, 
     first = arguments[0]
     count = len(first if isinstance(first, Tensor) else next(iter(first.values())))
     if count > 1 and not loop:
-        mapped: Tensor = vmap(function)(*arguments)
-        return mapped
+        return vmap(function)(*arguments)
     return torch.stack([function(*_problem(arguments, i)) for i in range(count)])
 
 
@@ -131,10 +130,7 @@ def _problem(arguments: tuple[Tensor | Update, ...], i: int) -> list[Tensor | Up
 
 
 def with_slopes(
-    function: Callable[..., Tensor],
-    by: tuple[int, ...],
-    *arguments: Tensor | Update,
-    loop: bool,
+    function: Callable[..., Tensor], by: tuple[int, ...], *arguments: Tensor | Update, loop: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """The gradients by some arguments of a function of one problem, and its values, for all problems.
 
@@ -158,6 +154,18 @@ def with_slopes(
             slopes.append(torch.autograd.grad(value, leaves, materialize_grads=True))
         values.append(value.detach())
     return tuple(torch.stack(same) for same in zip(*slopes, strict=True)), torch.stack(values)
+
+
+def scale_of(known: Knowledge) -> tuple[Tensor, Tensor] | None:
+    """Mean and deviation of public inputs by channel: the units of a search, for inputs of any scale.
+
+    None for pixels, which their normalisation has scaled.
+    """
+    if known.auxiliary is None or known.high == 1.0 or known.columns is not None:
+        return None
+    x = known.normalise(known.auxiliary.x)
+    spread, centre = torch.std_mean(x, [0, *range(2, x.dim())], keepdim=True, correction=0)
+    return centre[0], torch.where(spread > 0, spread, 1.0)[0]
 
 
 class KnownGradient(Function):
@@ -206,12 +214,15 @@ class Problems:
         self.likelihood = left_out(own, known.chain.hidden)
         known = self.known
         self.parametrisation = objective.parametrisation
-        self.examples = self.parametrisation.bind(known) if self.parametrisation else lambda x: x
+        self.free: Callable[[Tensor], Tensor] = lambda x: x  # of examples that are searched for themselves
+        self.examples = self.parametrisation.bind(known) if self.parametrisation else self.free
+        if self.parametrisation is None and (scale := scale_of(known)) is not None:
+            centre, spread = (t.to(next(iter(wave.params.values()))) for t in scale)
+            self.examples, self.free = lambda z: centre + spread * z, lambda x: (x - centre) / spread
         bound = [(p.weight, p.bind(known, wave.params)) for p in objective.priors if p.weight]
         bound.sort(key=lambda pair: (isinstance(pair[1], LatentPrior), isinstance(pair[1], LabelledEnergy)))
-        self.priors = {
-            f"latents {i}": pair for i, pair in enumerate(bound)
-        }  # by the name of its variable, if it has one
+        # by the name of its variable, if it has one
+        self.priors = {f"latents {i}": pair for i, pair in enumerate(bound)}
         self.own = self.training.variables(known)
         generally = self.own or not is_mean(known.loss, known.classes, known.label_kind)
         step = None if generally else whole_batch_update(known.chain.mean, known.loss)
@@ -247,11 +258,13 @@ class Problems:
     def bounds(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The least and greatest values of variables: of images normalised black and white, each (C, 1, 1)."""
         like = next(iter(self.params.values()))
-        black, white = (self.known.normalise(torch.full((len(self.known.mean), 1, 1), v).to(like)) for v in (0.0, 1.0))
+        size = (len(self.known.mean), *[1] * (len(self.known.shape) - 1))
+        ends = (self.known.normalise(torch.full(size, v).to(like)) for v in (self.known.low, self.known.high))
+        black, white = map(self.free, ends)
         others = {k: (like.new_tensor(low), like.new_tensor(high)) for k, (low, high) in self.training.bounds.items()}
         return {"x": (black, white), **others}
 
-    def starts(self, owners: Tensor, draws: Tensor, streams: Sequence[Stream]) -> Variables:
+    def starts(self, owners: Tensor, draws: Tensor, streams: Streams) -> Variables:
         """Fresh starts of N problems: Gaussian images (N, images, C, H, W) and logits of labels, other variables likeliest.
 
         Args:
@@ -298,13 +311,9 @@ class Problems:
         return pair_epochs(x, None if self.labels is None else self.labels[rows], self.epochs)
 
     def value_and_slopes(
-        self, variables: Variables, rows: Tensor, likelihood_weight: Tensor | float = 1.0
+        self, variables: Variables, rows: Tensor, likelihood_weight: float | Tensor = 1.0
     ) -> tuple[Tensor, Variables]:
-        """Objectives (N,), and the gradient of their sum by the variables.
-
-        Args:
-            likelihood_weight: (N,) or one for all.
-        """
+        """Objectives (N,), and the gradient of their sum by the variables."""
         return self.differentiated(variables, *self.chosen(rows), likelihood_weight)
 
     def differentiated(

@@ -1,23 +1,25 @@
 """Searches for the minimum of an objective, over all problems of a wave together: Adam and L-BFGS."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
-from fedgauge.attacks.engine.optimizers import Descent, adam, lbfgs, minimise, per_iteration_count, restarted
-from fedgauge.attacks.engine.scheduler import Deadline, OptimizationResult, OptimizerState, Variables, advance
+from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult, Variables
+from fedgauge.attacks.engine.optimizers import Descent, adam, lbfgs, minimise, restarted
 from fedgauge.attacks.matching.problems import Problems
-from fedgauge.client.components import check_above_zero, check_at_least, check_part
+from fedgauge.client.components import NotNegative, Positive, Share
 
-Step = Callable[[Variables, Tensor, Tensor | float], tuple[Tensor, Variables]]
+Step = Callable[[Variables, Tensor, float], tuple[Tensor, Variables]]
+Moments = dict[str, tuple[Tensor, Tensor]]  # of Adam, by variable
 Shapes = dict[str, torch.Size]  # of each variable of one problem
 Starts = Callable[[Tensor, Tensor], Variables]  # observations (N,), numbers of their draws (N,) -> fresh starts
+
+CHECK_EVERY = 16  # iterations between two checks for lost problems: a check waits for the device, an iteration does not
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +65,6 @@ class AdamSearch(adam, Search):
     Args:
         box: keep pixels in [0, 1] after each step.
         anneal: the likelihood's weight at the start; it grows geometrically to 1 over the first half of the iterations.
-        samples, radius: average the objective over images drawn uniformly from a box of this half-width around the guess.
         group: pulls an observation's restarts towards their mean (GradInversion).
         flat: weight of a penalty on the length of the objective's gradient by the images (Fan et al., 2025). The penalty's
             gradient is a difference over the distance `reach`, so each iteration evaluates two gradients.
@@ -72,32 +73,28 @@ class AdamSearch(adam, Search):
     """
 
     box: bool = True
-    anneal: float = 1.0
-    samples: int = 1
-    radius: float = 0.0
-    group: float = 0.0
-    flat: float = 0.0
-    reach: float = 1e-2
+    anneal: Share = 1.0
+    group: NotNegative = 0.0
+    flat: NotNegative = 0.0
+    reach: Positive = 1e-2
     compile: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 0, "group", "radius", "flat")
-        check_at_least(self, 1, "samples")
-        check_above_zero(self, "reach")
-        check_part(self, "anneal")
-
     def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
-        problems, limiter, clock = context.problems, context.limiter, context.clock
-        state, units, iterations = OptimizerState.at(variables), problems.units, context.budget.iterations
-        stretch = partial(self._advance, context, self._step(problems, limiter))
-        interrupted = advance(state, units, iterations, limiter, clock, stretch)
+        problems, limiter = context.problems, context.limiter
+        step, spent = self._step(problems, limiter), torch.zeros(problems.count, dtype=torch.int64)
+        interrupted = torch.zeros(problems.count, dtype=torch.bool)
 
-        def value(some: Tensor) -> Tensor:
-            rows = units[some].flatten()
-            return problems.value_and_slopes({name: t[rows] for name, t in variables.items()}, rows)[0]
+        def descend(some: Tensor) -> Tensor:
+            """The objectives of some units, after their descent."""
+            rows = problems.units[some].flatten()
+            part = {name: t[rows] for name, t in variables.items()}
+            spent[rows], interrupted[rows] = self._descend(context, step, part, rows)
+            for name, t in part.items():
+                variables[name][rows] = t
+            return problems.value_and_slopes(part, rows)[0]
 
-        return OptimizationResult(torch.cat(limiter.each(value, torch.arange(len(units)))), state.spent, interrupted)
+        objectives = torch.cat(limiter.each(descend, torch.arange(len(problems.units))))
+        return OptimizationResult(objectives, spent, interrupted)
 
     def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
         if not (self.compile and problems.way.route != "loop"):
@@ -106,45 +103,54 @@ class AdamSearch(adam, Search):
 
         return CompiledStep(problems, limiter).value_and_slopes
 
-    def _advance(self, context: SearchContext, step: Step, part: OptimizerState, rows: Tensor, length: int) -> int:
-        """Advance some problems in place, each from its own iteration; returns the iterations done."""
-        problems, variables, iterations = context.problems, part.variables, context.budget.iterations
-        counts, bounds = part.spent.tolist(), {k: b for k, b in problems.bounds.items() if self.box or k != "x"}
-        for done in range(length):
-            if context.clock.over():
-                return done
-            at = [count + done for count in counts]
-            like = variables["x"].new_zeros(len(at))
-            weight = per_iteration_count(lambda n: self.anneal ** max(0.0, 1 - 2 * n / iterations), at, like)
-            value, slopes = self._sampled(step, variables, rows, weight, at)
-            if self.flat:
-                slopes = self._with_penalty(step, variables, rows, weight, slopes)
-            part.finite.logical_or_(value.isfinite())
-            for name, t in variables.items():
-                slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
-                slope = slope.sign() if self.signed and name in problems.signed else slope
-                self.step(t, slope, part.moments[name], at, iterations)
-            for name, (low, high) in bounds.items():
-                torch.clamp(variables[name], low, high, out=variables[name])
-        return length
+    def _descend(self, context: SearchContext, step: Step, variables: Variables, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Move some problems in place; returns the iterations of each, and whether the deadline ended it.
 
-    def _sampled(
-        self, step: Step, variables: Variables, rows: Tensor, weight: Tensor | float, at: Sequence[int]
-    ) -> tuple[Tensor, Variables]:
-        """The objective and its gradient, averaged over images near the guess; an iteration has the same draws in every wave."""
-        if not self.radius:
-            return step(variables, rows, weight)
-        x, drawn = variables["x"], []
-        for n in at:
-            unit = torch.rand(self.samples, *x.shape[1:], generator=torch.Generator().manual_seed(n))
-            drawn.append(self.radius * (2 * unit - 1))
-        near = [step({**variables, "x": x + away.to(x)}, rows, weight) for away in torch.stack(drawn, 1)]
-        values, slopes = zip(*near, strict=True)
-        mean = {name: torch.stack([each[name] for each in slopes]).mean(0) for name in variables}
-        return torch.stack(values).mean(0), mean
+        A unit leaves when none of its problems had a finite objective between two checks.
+        """
+        iterations, unit = context.budget.iterations, context.problems.units.shape[1]
+        live, spent, done = torch.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64), 0
+        part = {name: t.clone() for name, t in variables.items()}
+        moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in part.items()}
+        finite = torch.zeros(len(rows), dtype=torch.bool, device=part["x"].device)
+        while done < iterations and len(live) and not context.clock.over():
+            finite |= self._move(context, step, part, moments, rows[live], done).isfinite()
+            done += 1
+            spent[live] = done
+            if done % CHECK_EVERY == 0:
+                kept = finite.cpu().view(-1, unit).any(1).repeat_interleave(unit)
+                finite = torch.zeros_like(finite)
+                if not kept.all():
+                    for name, t in part.items():
+                        variables[name][live] = t
+                    live, finite, part = live[kept], finite[kept], {name: t[kept] for name, t in part.items()}
+                    moments = {name: (first[kept], second[kept]) for name, (first, second) in moments.items()}
+        for name, t in part.items():
+            variables[name][live] = t
+        interrupted = torch.zeros(len(rows), dtype=torch.bool)
+        interrupted[live] = done < iterations
+        return spent, interrupted
+
+    def _move(
+        self, context: SearchContext, step: Step, variables: Variables, moments: Moments, rows: Tensor, done: int
+    ) -> Tensor:
+        """One iteration of some problems in place; returns the objectives before it."""
+        problems, iterations = context.problems, context.budget.iterations
+        weight = self.anneal ** max(0.0, 1 - 2 * done / iterations)
+        value, slopes = step(variables, rows, weight)
+        if self.flat:
+            slopes = self._with_penalty(step, variables, rows, weight, slopes)
+        for name, t in variables.items():
+            slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
+            slope = slope.sign() if self.signed and name in problems.signed else slope
+            self.step(t, slope, moments[name], done, iterations)
+        for name, (low, high) in problems.bounds.items():
+            if self.box or name != "x":
+                torch.clamp(variables[name], low, high, out=variables[name])
+        return value
 
     def _with_penalty(
-        self, step: Step, variables: Variables, rows: Tensor, weight: Tensor | float, slopes: Variables
+        self, step: Step, variables: Variables, rows: Tensor, weight: float, slopes: Variables
     ) -> Variables:
         """The gradient of objective + flat * |its gradient by the images|, by a finite difference along that gradient."""
         x = slopes["x"].nan_to_num(0.0, 0.0, 0.0)

@@ -19,16 +19,16 @@ from fedgauge.attacks.base import (
     Reconstruction,
     StatefulAttack,
     Status,
-    Stream,
+    Streams,
     Wave,
     not_applicable,
 )
 from fedgauge.attacks.engine.compatibility import differentiation_of
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.distances import Distance, likelihood
-from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.recipes import CUTS
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count, NotNegative
 from fedgauge.client.update import Batch
 
 ALONE = 0.25  # share of the iterations on the newest round alone, before the others count
@@ -48,19 +48,15 @@ class several_rounds(StatefulAttack):
         tv, rate: as in inverting_gradients.
     """
 
-    most: int = 8
-    tv: float = 0.01
-    rate: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "most")
-        check_at_least(self, 0, "tv", "rate")
+    most: Count = 8
+    tv: NotNegative = 0.01
+    rate: NotNegative = 0.1
 
     def initial(self) -> ClientState:
         return {"rounds": torch.tensor(0)}
 
     def advance(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream], memories: Sequence[ClientState]
+        self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         met = [[*_recalled(memory), wave.of([k])][-self.most :] for k, memory in enumerate(memories)]
         kept = [_remembered(rounds) for rounds in met]
@@ -104,7 +100,7 @@ class several_rounds(StatefulAttack):
         # in the model's input units, like the other attacks
         start = torch.randn((known.batch_size, *known.shape), generator=rng)
         z = start.to(next(iter(rounds[-1].params.values()))).requires_grad_()
-        low, high = (known.normalise(torch.full(known.shape, bound)).to(z) for bound in (0.0, 1.0))
+        low, high = (known.normalise(torch.full(known.shape, bound)).to(z) for bound in (known.low, known.high))
         distance, smooth = _distance(known), total_variation(self.tv).bind(known, rounds[-1].params)
         adam = torch.optim.Adam([z], self.rate)
         schedule = torch.optim.lr_scheduler.MultiStepLR(adam, [int(cut * iterations) for cut in CUTS])
@@ -126,7 +122,7 @@ class several_rounds(StatefulAttack):
             with torch.no_grad():
                 z.clamp_(low, high)
             spent += 1
-        x, reason = known.pixels(z.detach()).clamp(0, 1), f"{int((weights > 0.5).sum())} of {met} rounds agree"
+        x, reason = known.examples(z.detach()), f"{int((weights > 0.5).sum())} of {met} rounds agree"
         status: Status = "converged"
         if spent < iterations:
             status, reason = "out_of_budget", f"{spent} of {iterations} iterations when the seconds were over; {reason}"
@@ -140,8 +136,7 @@ def _misfit(one: Wave, z: Tensor, y: Tensor, known: Knowledge, distance: Distanc
 def _weights(misfits: Tensor) -> Tensor:
     """Weights of rounds with these distances (R,), the newest last: near 1 if a round is no farther than it, falling to 0."""
     scale = NEAR * misfits[-1].clamp(min=FLOOR)
-    weights: Tensor = (scale / (scale + (misfits - misfits[-1]).clamp(min=0))).square()
-    return weights
+    return (scale / (scale + (misfits - misfits[-1]).clamp(min=0))).square()
 
 
 def _distance(known: Knowledge) -> Distance:

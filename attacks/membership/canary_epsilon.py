@@ -33,7 +33,12 @@ def cosines(released: Update, canaries: Iterable[Update]) -> Tensor:
 
 
 def gaussian_epsilon(ratio: float, delta: float) -> float:
-    """The exact epsilon of the Gaussian mechanism; ratio: sensitivity over sigma, times sqrt(releases) (Balle, Wang, 2018)."""
+    """The exact epsilon of the Gaussian mechanism; ratio: sensitivity over sigma, times sqrt(releases) (Balle, Wang, 2018).
+
+    Example:
+        >>> round(gaussian_epsilon(1.0, delta=1e-5), 2)
+        4.38
+    """
     if not ratio:
         return 0.0
 

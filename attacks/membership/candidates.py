@@ -38,8 +38,7 @@ class MembershipTest:
     @cached_property
     def rows(self) -> Tensor:
         """(R,) the training examples among the candidates, which come before the strangers."""
-        found: Tensor = torch.cat([rows(c) for c in self.clients for rows in (self._batch, self._held)]).unique()
-        return found
+        return torch.cat([rows(c) for c in self.clients for rows in (self._batch, self._held)]).unique()
 
     @cached_property
     def strangers(self) -> Batch:
@@ -147,6 +146,11 @@ def above(scores: Tensor, strangers: Tensor) -> Tensor:
 
 
 def exceeded_by(scores: Tensor, strangers: Tensor) -> Tensor:
-    """(P,) float64, the p-value of each score: at most this share of strangers scores as high (Vovk et al., 2005)."""
+    """(P,) float64, the p-value of each score: at most this share of strangers scores as high (Vovk et al., 2005).
+
+    Example:
+        >>> exceeded_by(torch.tensor([0.95]), torch.tensor([0.1, 0.5, 0.9])).item()  # 1 / (3 + 1)
+        0.25
+    """
     lower = torch.searchsorted(strangers.sort().values, scores)
     return (1 + len(strangers) - lower).double() / (1 + len(strangers))

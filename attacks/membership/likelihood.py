@@ -207,7 +207,8 @@ def gain(chain: Chain, size: int, norm: float) -> float:
     """Update per unit of the mean gradient, below 0: by local training, and by clipping of a mean gradient of this norm."""
     links = [t for t in chain.links if t is chain.local or (isinstance(t, Link) and t.bounds and not is_per_example(t))]
     batch = Batch(torch.zeros(size, 1), torch.zeros(size, dtype=torch.int64))
-    moved = Chain(tuple(links)).mean(lambda *_: {"": torch.tensor([norm])})({}, batch, None)[""]
+    weights = {"": torch.zeros(1)}  # which weight decay reads
+    moved = Chain(tuple(links)).mean(lambda *_: {"": torch.tensor([norm])})(weights, batch, None)[""]
     return -abs(float(moved)) / norm
 
 

@@ -39,7 +39,12 @@ def power(alpha: float, mu: float) -> float:
 
 
 def area(mu: float) -> float:
-    """The area under the curve of `power`: Phi(mu / sqrt 2)."""
+    """The area under the curve of `power`: Phi(mu / sqrt 2).
+
+    Example:
+        >>> round(area(mu=1.0), 4), area(mu=0.0)
+        (0.7602, 0.5)
+    """
     return NormalDist().cdf(mu / math.sqrt(2))
 
 

@@ -82,6 +82,10 @@ def least_epsilon(guesses: int, right: int, canaries: int, delta: float, error: 
 
     Args:
         canaries: how many coins were tossed, at least `guesses`.
+
+    Example:
+        >>> round(least_epsilon(guesses=10, right=10, canaries=10, delta=0.0), 3)  # p^10 = 0.05, epsilon = log(p / (1 - p))
+        1.052
     """
     return smallest(lambda epsilon: -chance(guesses, right, canaries, epsilon, delta), -error)
 

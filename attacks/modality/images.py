@@ -24,7 +24,7 @@ class ImageModality(Modality):
 
     main = MainMetric(
         "PSNR (dB)", **PSNR, metric="psnr", name="PSNR", private="image",
-        margin=10.0, leaked=20.0, beyond="at a tenth of every baseline's error or less",
+        margin=10.0, leaked=20.0, beyond="with at most a tenth of every baseline's error",
     )  # fmt: skip
     measured: ClassVar = {
         "psnr": main,
@@ -33,7 +33,8 @@ class ImageModality(Modality):
         "identified": Measured("identified (part of the images)", fraction=True, rate=True),
         "label_accuracy": Measured("label accuracy", fraction=True, of_batch=True),
         "label_f1": Measured("findings' F1", fraction=True, of_batch=True),
-        "label_error": Measured("label error in spreads (lower leaks more)", **DISTANCE, of_batch=True),
+        "label_error": Measured("label error in standard deviations (lower leaks more)", **DISTANCE, of_batch=True),
+        "mask_iou": Measured("mask's overlap (IoU)", fraction=True, of_batch=True),
         "lpips_alex": Measured("LPIPS, AlexNet (lower leaks more)", **DISTANCE),
         "lpips_vgg": Measured("LPIPS, VGG16 (lower leaks more)", **DISTANCE),
         "psnr_augmented": Measured("PSNR (dB) to what was trained on", **PSNR),
@@ -41,9 +42,9 @@ class ImageModality(Modality):
         "mse_augmented": Measured("MSE to what was trained on (lower leaks more)", **DISTANCE, digits=None),
     }
     baselines: ClassVar = {name: name for name in ("mean_image", "class_mean_image", "random_image")}
-    told_labels = ("class_mean_image",)
+    given_labels = ("class_mean_image",)
     limits = ("bayes_limit", "candidate_bound")
-    attacks = (IMAGE_ATTACKS, DECODERS)
+    attacks: ClassVar[tuple[str, ...]] = (IMAGE_ATTACKS, DECODERS)
     shown_as = "image"
     blank_name = "grey"
     parts = "pixels"

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from fedgauge.attacks.modality.arrays import ArrayModality
 from fedgauge.attacks.modality.base import Measured, Modality
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import GUESSES, MEMBERSHIP
@@ -9,6 +10,7 @@ from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.own_arrays import Arrays
 from fedgauge.client.data.tables import Tabular
 
 MODALITIES: dict[type[Dataset], type[Modality]] = {}
@@ -23,6 +25,7 @@ def register(dataset: type[Dataset], modality: type[Modality]) -> None:
     BASELINES.update(modality.baselines)
 
 
+register(Arrays, ArrayModality)  # first, as images are looked for first by the metric of both
 register(Dataset, ImageModality)
 register(Text, SentenceModality)
 register(Tabular, RowModality)
@@ -40,9 +43,9 @@ def examples_of(dataset: Dataset) -> str:
     return f"{modality_of(dataset).main.private}s"
 
 
-def modality_compared_by(metric: str) -> type[Modality] | None:
-    """Return the modality that compares attacks by this metric; None if there is none."""
-    return next((m for m in MODALITIES.values() if m.main.metric == metric), None)
+def modality_stored(key: str) -> type[Modality] | None:
+    """Return the modality that a ledger names; None if there is none."""
+    return next((m for m in MODALITIES.values() if m.main.key == key), None)
 
 
 def modality_measured(metrics: Collection[str]) -> type[Modality]:

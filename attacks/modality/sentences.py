@@ -24,7 +24,7 @@ class SentenceModality(Modality):
 
     main = MainMetric(
         "ROUGE-1 (%)", **PERCENT, metric="rouge1", name="ROUGE-1", private="sentence",
-        margin=50.0, leaked=50.0, beyond="with half of the scale above every baseline or more",
+        margin=50.0, leaked=50.0, beyond="with at least half of the scale above every baseline",
     )  # fmt: skip
     measured: ClassVar = {
         "rouge1": main,
@@ -42,10 +42,6 @@ class SentenceModality(Modality):
     gives_lengths = True
     blank_name = "no words"
     parts = "tokens"
-    hides_defense = (
-        "a defense is inferred from zeros that the gradient of images never has; the gradient of sentences has them "
-        'wherever a word does not occur: attack with defense = "known" or "unknown"'
-    )
     hides_training = "only trainings on images are compared"
 
     @classmethod

@@ -4,14 +4,16 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice, permutations, product
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave
-from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.text.layer_inputs import layer_inputs
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Streams, Wave
+from fedgauge.attacks.engine.deadline import Deadline
+from fedgauge.attacks.exact.closed_form import EachByItself, Reader
+from fedgauge.attacks.text.layer_inputs import head, layer_inputs, logits_along
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
@@ -21,6 +23,8 @@ from fedgauge.client.update import Batch, Update, norm, relative_error
 
 TOLERANCE = 1e-5  # relative, a hundred roundings of float32; swapping two words of an untrained network gives 6e-4
 MOST_ORDERS = 24  # of labels that are tried: as many as a batch of four has
+MOST = 12  # of the words that a frozen head's logits rank first
+FIRST = 3  # highest-ranked words that are tried for each sentence
 
 
 class Unreadable(ValueError):
@@ -52,23 +56,19 @@ def noise_of(known: Knowledge) -> float:
 
 
 class GuessVerifier:
-    """Compares guesses with one observation, and counts them.
-
-    Args:
-        k: the observation's index in the wave.
+    """Compares guesses with the only observation of a wave, and counts them.
 
     Raises:
         Unreadable: no attack on sentences can read this update.
     """
 
-    def __init__(self, wave: Wave, known: Knowledge, k: int) -> None:
-        self.wave, self.known, self.k, self.device, self.spent = wave, known, k, wave.device, 0
+    def __init__(self, wave: Wave, known: Knowledge) -> None:
+        self.wave, self.known, self.device, self.spent = wave, known, wave.device, 0
         self.model = language_model(known)
         self.params = wave.params  # the weights that the client started from
-        self.update = wave.alone(k)
-        size = float(norm({name: t.double() for name, t in self.update.items()}))
-        if not 0 < size < math.inf:
-            raise Unreadable("the update is zero or not finite")
+        self.update = wave.alone(0)
+        if not any(bool(t.any()) for t in self.update.values()):
+            raise Unreadable("the update is zero")
 
     @property
     def decodes(self) -> bool:
@@ -137,7 +137,7 @@ class GuessVerifier:
             return
         orders: Iterable[tuple[int, ...]] = product(range(self.known.classes), repeat=len(x))
         if self.known.labels is not None:
-            orders = dict.fromkeys(permutations(self.known.labels[self.k].tolist()))
+            orders = dict.fromkeys(permutations(self.known.labels[0].tolist()))
         elif (weight := self.model.parts.head[0]) in self.update:
             # a sentence's features raise only the logit of its label
             features = layer_inputs(self.model, self.params, [weight], x)[0].double()
@@ -146,31 +146,87 @@ class GuessVerifier:
             yield Batch(x, torch.tensor(order, dtype=torch.int64))
 
 
-class SentenceReader(Attack):
+class SentenceReader(EachByItself):
     """An attack that reads each observation's sentences by themselves, and tries to prove them."""
+
+    on_cpu = False
 
     @abstractmethod
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         """The sentences and the relative error that they leave; Unreadable if nothing can be read."""
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
         deadline = Deadline(time.perf_counter(), budget.seconds)
-        return [self._answer(wave, known, k, budget, stream, deadline) for k, stream in enumerate(streams)]
+        return [partial(self._judged, budget, stream, deadline) for stream in streams]
 
-    def _answer(
-        self, wave: Wave, known: Knowledge, k: int, budget: Budget, stream: Stream, deadline: Deadline
+    def _judged(
+        self, budget: Budget, stream: Stream, deadline: Deadline, alone: Wave, known: Knowledge
     ) -> Reconstruction:
-        started = time.perf_counter()
-        try:
-            verifier = GuessVerifier(wave, known, k)
-            batch, error = self.read(verifier, budget, stream, deadline)
-        except Unreadable as why:
-            seconds = time.perf_counter() - started
-            return Reconstruction(None, None, math.nan, 0, seconds, "not_applicable", str(why))
+        verifier = GuessVerifier(alone, known)
+        batch, error = self.read(verifier, budget, stream, deadline)
         y, reason = None if verifier.decodes else batch.y, verifier.verdict(batch, error)
-        status: Status = "converged"
-        if deadline.over() and not error <= TOLERANCE:
-            status, reason = "out_of_budget", f"its seconds were over; {reason}"
-        return Reconstruction(batch.x, y, error, verifier.spent, time.perf_counter() - started, status, reason)
+        if not deadline.over() or error <= TOLERANCE:
+            return Reconstruction(batch.x, y, error, verifier.spent, 0.0, "converged", reason)
+        reason = f"its seconds were over; {reason}"
+        return Reconstruction(batch.x, y, error, verifier.spent, 0.0, "out_of_budget", reason)
+
+
+# ----------------------------------------------------------------------------------------------- last words of decoders
+
+
+def labelled(verifier: GuessVerifier, sentences: Sequence[Sequence[int]]) -> tuple[Batch, float]:
+    """Sentences with the labels that explain the update best, or a decoder's with their last words, and the error that remains."""
+    if verifier.decodes:
+        return complete_sentences(verifier, sentences)
+    return verifier.best_labels(verifier.framed(sentences))
+
+
+def complete_sentences(verifier: GuessVerifier, known: Sequence[Sequence[int]]) -> tuple[Batch, float]:
+    """Sentences completed by their last words, and the relative error that remains.
+
+    Nothing is predicted from a last word, so it shows only in the head's update. Each row of that is a sum of the vectors from
+    which its word was predicted, and all vectors but the last are known. Where the head is frozen, the difference that remains
+    is followed through the model to the logits at the sentence's end.
+
+    Args:
+        known: each sentence's words without the last; at least one.
+    """
+    # any word may stand last: the true one shows in the difference
+    words = [[*ids[: verifier.known.shape[0] - 1], ids[0]] for ids in known]
+    batch = verifier.decoded(words)
+    update = verifier.update_of(batch)
+    error = relative_error(update, verifier.update)
+    step = {name: verifier.update[name] - t for name, t in update.items()}
+    ranked = _ranked(verifier, batch, step, [len(ids) - 2 for ids in words])
+    first = {i: rank[0] for i, rank in enumerate(ranked)}
+    for change in [first, *({i: word} for i, rank in enumerate(ranked) for word in rank)]:
+        changed = [[*ids[:-1], change.get(i, ids[-1])] for i, ids in enumerate(words)]
+        guess = verifier.decoded(changed)
+        if (new_error := verifier.error(guess)) < error:
+            words, batch, error = changed, guess, new_error
+        if error <= TOLERANCE:
+            break
+    return batch, error
+
+
+def _ranked(verifier: GuessVerifier, batch: Batch, step: Update, ends: Sequence[int]) -> list[list[int]]:
+    """For each sentence the words that may end it, the likeliest first.
+
+    Args:
+        step: what a guess's update lacks; ends: the positions before the last words.
+    """
+    model, name, sentences = verifier.model, verifier.model.parts.head[0], range(len(ends))
+    if name not in step:
+        raised = logits_along(model, verifier.params, step, batch.x.to(verifier.device))[sentences, ends]
+        return raised.topk(MOST).indices.tolist()
+    inputs = layer_inputs(model, verifier.params, [head(model)], batch.x)[0][sentences, ends].double()
+    ranked, own = [], batch.x[batch.x != model.pad].unique().cpu()
+    for shares in (step[name].double() @ torch.linalg.pinv(inputs)).cpu().T:  # (V,) of each sentence
+        elsewhere = shares.index_fill(0, own, -torch.inf)
+        best, alone = elsewhere.topk(FIRST).indices.tolist(), shares.topk(FIRST).indices.tolist()
+        # only the last word adds to the row of a word that occurs nowhere else; in tied embeddings the rows of words that occur
+        # also hold an input's share, so they are no evidence: all these words are tried, too
+        sure = float(elsewhere.max()) > float(shares.abs().max()) / 10
+        likely = own[shares[own].argsort(descending=True)].tolist()
+        ranked.append(list(dict.fromkeys([*(best if sure else []), *alone, *likely])))
+    return ranked

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Stream
-from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, noise_of
-from fedgauge.attacks.text.last_words import labelled
+from fedgauge.attacks.engine.deadline import Deadline
+from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, labelled, noise_of
 from fedgauge.client.update import Batch
 
 SURE = 6.0  # standard deviations by which a row must exceed noise

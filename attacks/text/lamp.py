@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.optimizers import adam
-from fedgauge.attacks.engine.scheduler import Deadline
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
 from fedgauge.attacks.text.language_prior import (
@@ -28,14 +28,11 @@ from fedgauge.attacks.text.language_prior import (
     TrainedPrior,
 )
 from fedgauge.attacks.text.sentence_layout import SentenceLayout, on_all_positions, propose, shuffles
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count, NotNegative
 
 Discrete = Literal["alternating", "end", "none"]
-WEIGHTS = {
-    "cosine": (1.0, 0.2),
-    "l2_l1": (25.0, 60.0),
-    "squared": (0.0, 0.0),
-}  # of length and language model, as published
+# of length and language model, as published
+WEIGHTS = {"cosine": (1.0, 0.2), "l2_l1": (25.0, 60.0), "squared": (0.0, 0.0)}
 
 
 @dataclass(frozen=True)
@@ -81,24 +78,20 @@ class lamp(Attack):
     loss: Kind = "cosine"
     rate: float = 0.01
     decay: float = 0.89
-    stride: int = 50
-    l1: float = 0.01
-    length: float | None = None
-    lm_weight: float | None = None
+    stride: Count = 50
+    l1: NotNegative = 0.01
+    length: NotNegative | None = None
+    lm_weight: NotNegative | None = None
     lm: str = AUXILIARY
     lm_folder: Path | None = None
-    lm_steps: int = 600
-    draws: int = 500
-    orders: int = 500
+    lm_steps: Count = 600
+    draws: Count = 500
+    orders: Count = 500
     discrete: Discrete = "alternating"
-    period: int = 75
-    candidates: int = 200
+    period: Count = 75
+    candidates: Count = 200
     known_tokens: bool = False
     published: bool = False
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "l1", "length", "lm_weight")
-        check_at_least(self, 1, "stride", "lm_steps", "draws", "orders", "period", "candidates")
 
     @property
     def optimizer(self) -> staircase:
@@ -120,9 +113,7 @@ class lamp(Attack):
         matcher = Matcher(wave, known, self.loss, self.l1, keys=self.published)
         return SentenceLayout(matcher, wave, known, restarts, self.published, self.known_tokens)
 
-    def reconstruct(
-        self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
-    ) -> list[Reconstruction]:
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         started = time.perf_counter()
         try:
             layout, prior = self.layout(wave, known, budget.restarts), self._prior(known)
@@ -184,7 +175,7 @@ class _BatchDescent:
         attack: lamp,
         layout: SentenceLayout,
         prior: LanguagePrior | None,
-        streams: Sequence[Stream],
+        streams: Streams,
         budget: Budget,
         started: float,
     ) -> None:
@@ -306,9 +297,8 @@ class _BatchDescent:
         slopes = [(by_x + slope) * layout.free[..., None]]
         if by_y is not None:
             slopes.append(guess.y * (by_y - (guess.y * by_y).sum(-1, keepdim=True)))
-        counts = [done] * len(x)
         for t, s, both in zip(self.variables, slopes, self.moments, strict=True):
-            self.attack.optimizer.step(t, s.nan_to_num(0.0, 0.0, 0.0), both, counts, iterations)
+            self.attack.optimizer.step(t, s.nan_to_num(0.0, 0.0, 0.0), both, done, iterations)
 
     def _length(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The regulariser (P,), (mean length of the embeddings - that of the table's rows)^2, and its slope."""

@@ -71,8 +71,7 @@ def nll(log: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
     """Mean of -log p over each sentence's words but the first: log p (N, L, V), ids (N, L), mask seen (N, L) bool."""
     rows = -log[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
     kept = seen[:, 1:].to(rows.dtype)
-    mean: Tensor = (rows * kept).sum(1) / kept.sum(1).clamp(min=1)
-    return mean
+    return (rows * kept).sum(1) / kept.sum(1).clamp(min=1)
 
 
 # -------------------------------------------------------------------------------------------------------- the victim's words
@@ -113,12 +112,7 @@ class TrainedPrior(LanguagePrior):
     """
 
     def __init__(
-        self,
-        text: Tensor,
-        pad: int,
-        vocabulary: int,
-        training: LanguageModelTraining,
-        device: torch.device = CPU,
+        self, text: Tensor, pad: int, vocabulary: int, training: LanguageModelTraining, device: torch.device = CPU
     ) -> None:
         text = text.cpu()
         counts = torch.bincount(text[text != pad].flatten(), minlength=vocabulary)

@@ -60,8 +60,7 @@ def first_inputs(model: LanguageModel, params: Mapping[str, Tensor], words: Tens
 def head(model: LanguageModel) -> nn.Module:
     """The module that computes the words' logits; with tied embeddings the weight has another module's name."""
     net: Any = model.net
-    module: nn.Module = net.get_output_embeddings()
-    return module
+    return net.get_output_embeddings()
 
 
 def logits_along(

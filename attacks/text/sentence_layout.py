@@ -87,8 +87,7 @@ class SentenceLayout:
 
     def as_lists(self, tokens: Tensor, row: int, sentence: int) -> list[list[int]]:
         """Orders (N, L) of one sentence as lists of ids, without padding."""
-        ids: list[list[int]] = tokens[:, : int(self.lengths[row, sentence])].tolist()
-        return ids
+        return tokens[:, : int(self.lengths[row, sentence])].tolist()
 
     def padded(self, tokens: Tensor, row: int) -> Tensor:
         """A batch (B, L) in the form of the data."""
@@ -142,9 +141,7 @@ def _known_tokens(wave: Wave, known: Knowledge, words: Tensor) -> Tensor:
         used = (wave.update[model.parts.word] != 0).any(2).cpu()
         if int(used.sum(1).max()) <= most and bool(used[:, words].any(1).all()):
             return used[:, words]
-    raise Unreadable(
-        "the gradient of word embeddings is not shared, or hides which words occur: set known_tokens = false"
-    )
+    raise Unreadable("the word embeddings' gradient is withheld or hides the words: set known_tokens = false")
 
 
 # ------------------------------------------------------------------------------------------ moves of words

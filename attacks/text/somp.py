@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Stream
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
+from fedgauge.attacks.text.dager import Ids
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs, logits_along
-from fedgauge.attacks.text.sentence_assembly import Ids
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import BlockParts
 from fedgauge.client.update import Batch
@@ -46,11 +46,8 @@ class somp(SentenceReader):
         beam: sentences that grow at once.
     """
 
-    each: int = 4
-    beam: int = 64
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "each", "beam")
+    each: Count = 4
+    beam: Count = 64
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         if not verifier.decodes:
@@ -77,9 +74,7 @@ def misfit(vectors: Tensor, inverse: Tensor) -> Tensor:
 def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) -> Tensor:
     """The inverse (d, d) of the mean projection onto the subspaces of a block's inputs that its heads' gradients show."""
     if layer.query.weight not in update or not bool(update[layer.query.weight].any()):
-        raise Unreadable(
-            f"the gradient of {layer.query.weight} is zero or not shared, so it shows no subspace: try dager"
-        )
+        raise Unreadable(f"{layer.query.weight} has no shared gradient, or a zero one, so no subspace: try dager")
     maps = [m for m in (layer.query, layer.key, layer.value) if m.weight in update]
     parts = [m.of(update)[0].double() for m in maps]
     width = parts[0].shape[1]
@@ -88,8 +83,7 @@ def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) 
         values, basis = torch.linalg.svd(rows, full_matrices=False)[1:]
         basis = basis[values > ROUNDING * values[0]]
         total += basis.mT @ basis
-    inverse: Tensor = torch.linalg.inv(total * (width / total.trace()) + RIDGE * torch.eye(width).to(total))
-    return inverse
+    return torch.linalg.inv(total * (width / total.trace()) + RIDGE * torch.eye(width).to(total))
 
 
 def _heads(model: LanguageModel) -> int:

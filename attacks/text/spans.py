@@ -255,8 +255,7 @@ def _distances(basis: Tensor, atoms: Tensor, chosen: Sequence[int]) -> Tensor:
     rest = torch.linalg.qr((basis - basis @ kept @ kept.mT).mT).Q
     outside = left - left @ rest @ rest.mT
     gone = left.norm(dim=1) <= EXPLAINED * atoms.norm(dim=1)  # it says nothing about the basis
-    relative: Tensor = (outside.norm(dim=1) / left.norm(dim=1)).masked_fill(gone, torch.inf)
-    return relative
+    return (outside.norm(dim=1) / left.norm(dim=1)).masked_fill(gone, torch.inf)
 
 
 def block_span(
@@ -291,9 +290,7 @@ def block_span(
         return Spans(tuple(replace(v, threshold=min(v.stretch * v.threshold, LOOSEST)) for v in views))
     combinations = _scaled(inner_rows)
     if inner is None or combinations is None:
-        raise Unreadable(
-            f"spans all {rank} dimensions of LoRA's factor A, so every word fits; later rounds reveal more"
-        )
+        raise Unreadable(f"spans all {rank} dimensions of LoRA's A, so every word fits; later rounds reveal more")
     return PartialSpan(inner.basis, combinations, width - margin)
 
 

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Stream
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.optimizers import adam
-from fedgauge.attacks.engine.scheduler import Deadline
-from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, noise_of
-from fedgauge.attacks.text.last_words import labelled
+from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, labelled, noise_of
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
 from fedgauge.attacks.text.sentence_layout import framed_places, lengths_of
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Count, Natural, Positive
 from fedgauge.client.update import Batch
 
 RIDGE = 1e-4  # added to inner products of inputs: those that hardly differ explain no direction between them
@@ -44,16 +43,11 @@ class tiger(SentenceReader):
         exchanged: words that are tried in each position after the descent; passes: how often all positions are visited.
     """
 
-    rate: float = 0.1
-    candidates: int = 128
-    blocks: int = 3
-    exchanged: int = 8
-    passes: int = 2
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "candidates", "blocks", "exchanged")
-        check_at_least(self, 0, "passes")
-        check_above_zero(self, "rate")
+    rate: Positive = 0.1
+    candidates: Count = 128
+    blocks: Count = 3
+    exchanged: Count = 8
+    passes: Natural = 2
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         search = _WordSearch(self, verifier, self._subspaces(verifier), deadline)
@@ -77,9 +71,7 @@ class tiger(SentenceReader):
             if found is not None:
                 spaces[layer.query.weight] = found
             elif not spaces:
-                raise Unreadable(
-                    "the gradient of attention block 1 is not shared, lost in noise, or of nearly full rank"
-                )
+                raise Unreadable("attention block 1's gradient is not shared, lost in noise, or of nearly full rank")
         return spaces
 
 
@@ -106,8 +98,7 @@ class Subspace:
         inner = unit @ unit.mT + RIDGE * torch.eye(unit.shape[-2]).to(unit)
         cross = unit @ self.basis.mT
         explained = (cross * torch.linalg.solve(inner, cross)).sum(-2)
-        missing: Tensor = ((1 - explained) * self.weights).sum(-1) / self.weights.sum()
-        return missing
+        return ((1 - explained) * self.weights).sum(-1) / self.weights.sum()
 
 
 Spaces = Mapping[str, Subspace]  # by a weight of the map whose inputs they are about, in the order of the blocks
@@ -170,7 +161,7 @@ class _WordSearch:
         """Return masks of tokens and of free words (B, L), and the ids (B, L) of start, end and padding."""
         model, known = self.model, self.verifier.known
         first, last, size = len(model.start), len(model.end), known.batch_size
-        lengths = lengths_of(self.verifier.wave, known)[self.verifier.k]
+        lengths = lengths_of(self.verifier.wave, known)[0]
         assert known.text is not None
         if last and known.text.lengths is None:
             ends = fit[model.end[-1], : int(lengths.max())].clone()
@@ -204,7 +195,7 @@ class _WordSearch:
         """The words (B, L) at the end of a descent from a random start, and the mixtures' logits (B, L, K)."""
         shape = (len(self.mask), *self.prior.shape)
         logits = (self.prior + START * torch.randn(shape, generator=rng)).to(self.table)
-        optimizer, (first, second) = adam(self.attack.rate), logits.new_zeros(2, 1, *shape)
+        optimizer, (first, second) = adam(self.attack.rate), logits.new_zeros(2, *shape)
         rows, frame = self.table[self.candidates], self.table[self.ids]
         free, mask = self.free.to(self.table.device), self.mask.to(self.table.device)
         for done in range(iterations):
@@ -217,7 +208,7 @@ class _WordSearch:
                 value = self._distance([x[mask] for x in inputs])
                 (slope,) = torch.autograd.grad(value, logits)
             logits = logits.detach()
-            optimizer.step(logits[None], slope.nan_to_num()[None], (first, second), [done], iterations)
+            optimizer.step(logits, slope.nan_to_num(), (first, second), done, iterations)
             self.spent += 1
         return self._words(logits.cpu()), logits.cpu()
 

@@ -41,7 +41,7 @@ def _mislabelled(dataset: Dataset, rows: Tensor, rng: Generator) -> Dataset:
 
     The gradient of an example with a wrong label stays large while the others' fade.
     """
-    if not dataset.labelled or dataset.y.is_floating_point() or dataset.classes < 2:
+    if not dataset.one_class or dataset.classes < 2:
         return dataset
     y = dataset.y.clone()
     y[rows] = (y[rows] + torch.randint(1, dataset.classes, rows.shape, generator=rng)) % dataset.classes

@@ -7,7 +7,7 @@ A dataset has training and test images. The training images are split once by th
 import gzip
 import hashlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -32,14 +32,20 @@ class Dataset:
     """Images x (N, C, H, W) uint8 and labels y, for training and for test, with per-channel mean and std.
 
     Labels are classes (N,) int64, findings (N, K) of 0 and 1 as floats, or numbers (N,) or (N, K); classes is then K, or 1.
+    A mask is a class for each pixel, (N, H, W) int64, or 0 and 1 as floats (N, K, H, W).
 
     Data of other kinds derive from it, with other x and y, and no mean and std. names: of the classes, if they have names.
     fitted: the arguments that were not given but computed from these examples: one example may then change how all others
     look, which no epsilon covers. A published dataset's constants are given.
+
+    Example:
+        >>> x, y = torch.zeros(10, 1, 2, 2, dtype=torch.uint8), torch.arange(10)
+        >>> Dataset("ten", x, y, x, y, classes=10, mean=(0.5,), std=(0.25,)).normalise(torch.ones(1, 1, 1, 1)).item()
+        2.0
     """
 
     dtype: ClassVar[torch.dtype] = torch.uint8  # of x
-    dimensions: ClassVar[int] = 4  # of x
+    dimensions: ClassVar[int] = 4  # of x; 0: any
     further: ClassVar[tuple[str, ...]] = ()  # fields of data of other kinds that a network may ask for
 
     name: str
@@ -66,33 +72,50 @@ class Dataset:
     @property
     def labelled(self) -> bool:
         """Check that each example has one label; otherwise its words are its labels."""
-        return self.y.dim() == 1 or self.y.is_floating_point()
+        return Batch(self.x, self.y).labelled
 
     @property
     def labels(self) -> Tensor:
         """(N,) int64, the class of each training example, used to partition by label; zeros where it has none."""
-        return torch.zeros(len(self.y), dtype=torch.int64) if self.y.is_floating_point() else self.y
+        return self.y if self.one_class else torch.zeros(len(self.y), dtype=torch.int64)
+
+    @property
+    def one_class(self) -> bool:
+        """Check that the label of an example is one class."""
+        return self.y.dim() == 1 and not self.y.is_floating_point()
+
+    def in_units_of(self, rows: Tensor) -> "Dataset":
+        """The same data in units of these public training examples; pixels, words and cells have units already."""
+        return self
 
     def check(self) -> None:
         """Check a user's data; ValueError names the fault."""
         for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
-            if x.dtype != self.dtype or x.dim() != self.dimensions or not len(x) or x.shape[1:] != self.shape:
+            if not isinstance(x, Tensor):
+                raise ValueError(
+                    f"{name} is a {type(x).__name__}, expected one tensor: put several inputs side by side in it"
+                )
+            dimensions = self.dimensions or self.x.dim()
+            if x.dtype != self.dtype or x.dim() != dimensions or not len(x) or x.shape[1:] != self.shape:
                 raise ValueError(
                     f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {self.dtype}, (N, *{self.shape})"
                 )
             if y.is_floating_point() and len(y) == len(x):
                 check_labels(y, self.classes)
                 continue
-            if y.dtype != torch.int64 or y.shape != x.shape[: y.dim() if self.dtype == torch.int64 else 1]:
+            words = self.dtype == torch.int64 and y.shape == x.shape
+            mask = self.dtype != torch.int64 and 1 < y.dim() == x.dim() - 1 and len(y) == len(x)
+            if y.dtype != torch.int64 or not (words or mask or y.shape == x.shape[:1]):
                 raise ValueError(
-                    f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 classes (N,), or floats"
+                    f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 classes (N,), a mask with a "
+                    "class for each pixel, or floats"
                 )
             known = y[y != IGNORED] if y.dim() > 1 else y  # of words, padding has no label
             if len(known) and not 0 <= int(known.min()) <= int(known.max()) < self.classes:
                 raise ValueError(
                     f"the labels of {name} are in {int(known.min())}..{int(known.max())}, expected 0..{self.classes - 1}"
                 )
-        channels = self.shape[0] if self.dtype == torch.uint8 else 0
+        channels = self.shape[0] if self.dtype == torch.uint8 or self.mean else 0
         if len(self.mean) != channels or len(self.std) != channels or not all(s > 0 for s in self.std):
             raise ValueError(
                 f"mean {self.mean} and std {self.std} should be {channels} numbers each, those of std above 0"
@@ -102,9 +125,20 @@ class Dataset:
         """x (..., C, H, W) in [0, 1] to zero mean and unit variance per channel; x itself if there is no mean."""
         if not self.mean:
             return x
-        mean = torch.tensor(self.mean, dtype=x.dtype, device=x.device).view(-1, 1, 1)
-        std = torch.tensor(self.std, dtype=x.dtype, device=x.device).view(-1, 1, 1)
+        mean, std = (by_channel(v, len(self.shape), x) for v in (self.mean, self.std))
         return (x - mean) / std
+
+    def in_units(self, inputs: Tensor) -> Tensor:
+        """The inverse of `normalise`."""
+        if not self.mean:
+            return inputs
+        mean, std = (by_channel(v, len(self.shape), inputs) for v in (self.mean, self.std))
+        return inputs * std + mean
+
+
+def by_channel(values: Sequence[float], dimensions: int, like: Tensor) -> Tensor:
+    """One number for each channel, to be computed with examples of so many dimensions (C, ...)."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, *[1] * (dimensions - 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +177,18 @@ class Shards:
 
 
 def batch_of(x: Tensor, y: Tensor, indices: Tensor) -> Batch:
-    """Select examples with their labels; pixels (uint8) become float32 in [0, 1]."""
+    """Select examples with their labels; pixels (uint8) become float32 in [0, 1].
+
+    Args:
+        x: (N, ...), pixels as uint8, or other examples in their own dtype.
+        y: (N, ...) labels.
+        indices: (B,) int64, rows of x and y.
+
+    Example:
+        >>> x, y = torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([7, 8, 9])
+        >>> batch_of(x, y, torch.tensor([1, 2])).x.flatten()
+        tensor([0.2000, 1.0000])
+    """
     chosen = x[indices]
     return Batch(chosen.float() / 255 if x.dtype == torch.uint8 else chosen, y[indices])
 
@@ -170,12 +215,18 @@ def split(
 
     Raises:
         ValueError: more clients than examples, or a shard that holds less than one batch.
+
+    Example:
+        >>> x, y = torch.zeros(10, 1, 2, 2, dtype=torch.uint8), torch.arange(10)
+        >>> dataset = Dataset("ten", x, y, x, y, classes=10, mean=(0.0,), std=(1.0,))
+        >>> [len(rows) for rows in split(dataset, clients=2, seed=0, auxiliary=4).indices]
+        [3, 3]
     """
     least_one = {"batch_size": batch_size, "auxiliary": auxiliary, "shards_per_client": shards_per_client}
     for name, value in {"clients": clients, **least_one}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    if dataset.y.is_floating_point() and partition != "iid":
+    if dataset.labelled and not dataset.one_class and partition != "iid":
         raise ValueError(f'partition = "{partition}" needs one class an example: use "iid"')
     if not alpha > 0:
         raise ValueError(f"alpha must be above 0, got {alpha}")

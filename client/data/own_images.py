@@ -68,7 +68,7 @@ def npz(
     std: Statistics = None,
     classes: int | None = None,
 ) -> Dataset:
-    """A NumPy archive: x uint8 (N, H, W), (N, H, W, C) or (N, C, H, W), y integers (N,), and x_test, y_test if there are.
+    """A NumPy archive: x uint8 (N, H, W), (N, H, W, C) or (N, C, H, W), y labels, and x_test, y_test if there are.
 
     Args:
         test: without x_test: the share of the images that no client trains on, above 0 and below 1.
@@ -191,6 +191,8 @@ def _images(array: np.ndarray, where: str, layout: Layout) -> Tensor:
 
 
 def _labels(array: np.ndarray, where: str) -> Tensor:
+    if np.issubdtype(array.dtype, np.floating) and array.ndim in (1, 2):  # findings or numbers
+        return torch.from_numpy(array.astype(np.float32))
     if not np.issubdtype(array.dtype, np.integer) or array.ndim != 1 or (len(array) and array.min() < 0):
         raise ValueError(f"{where} has dtype {array.dtype} and shape {array.shape}, expected whole numbers from 0 (N,)")
     return torch.from_numpy(array.astype(np.int64))
@@ -209,6 +211,8 @@ def _dataset(
     """Take a test part from the data if none is given, and compute what else is not given."""
     if len(x) != len(y):
         raise ValueError(f"{path} has {len(x)} images and {len(y)} labels")
+    if classes is None and y.is_floating_point():
+        classes = y.shape[1] if y.dim() == 2 else 1
     fitted = tuple(key for key, given in (("mean", mean), ("std", std), ("classes", classes)) if given is None)
     if classes is None and len(y.unique()) < 2:
         raise ValueError(f"{path} has images of one class only: there is nothing to learn, and every label is known")

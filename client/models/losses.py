@@ -7,6 +7,7 @@ loss is refused there in words.
 import inspect
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -15,11 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, own_line, resolve
-from fedgauge.client.labels import Findings, LabelKind, NoLabel, Numbers, label_kind
+from fedgauge.client.components import (
+    ComponentKind,
+    SpecError,
+    Table,
+    call,
+    check_above_zero,
+    check_arguments,
+    own_line,
+    resolve,
+)
+from fedgauge.client.labels import Findings, LabelKind, Mask, NoLabel, Numbers, label_kind
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Loss
 
+Reduction = Literal["mean", "sum"]
+FAR = 1e6  # an output so far off that a loss without a lower bound shows it
 PROBES = 6  # examples on which a loss is tried
 TOKENS = 3  # of each, where a loss is of tokens
 IGNORED = -100  # the label of a token that nothing is learnt from
@@ -46,27 +58,90 @@ class cross_entropy(Criterion):
 
     Args:
         label_smoothing: the part of the labels that is spread evenly over the classes, in [0, 1].
+        weight: of each class, at least 0; the mean is weighted.
+        reduction: mean, or sum over the examples.
+
+    Example:
+        >>> cross_entropy()(torch.zeros(1, 4), torch.tensor([2]))  # log 4
+        tensor(1.3863)
     """
 
     label_smoothing: float = 0.0
+    weight: Sequence[float] | None = None
+    reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+        if self.weight is not None and not (min(self.weight, default=-1) >= 0 and max(self.weight) > 0):
+            raise ValueError(f"weight must be at least 0 for each class, and above 0 for some, got {self.weight}")
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits, y, label_smoothing=self.label_smoothing)
+        weight = None if self.weight is None else logits.new_tensor(self.weight)
+        value = F.cross_entropy(logits, y, weight, label_smoothing=self.label_smoothing, reduction=self.reduction)
+        if weight is None or self.reduction == "sum" or not y.is_floating_point():
+            return value
+        return value * len(y) / (y @ weight).sum()  # torch divides by the weights only for whole labels
+
+
+@dataclass(frozen=True)
+class focal(Criterion):
+    """-(1 - p)^gamma log p of the label's probability p, averaged over examples (Lin et al., 2017).
+
+    Args:
+        gamma: at least 0; 0: the cross-entropy.
+    """
+
+    gamma: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.gamma < 0:
+            raise ValueError(f"gamma must be at least 0, got {self.gamma}")
+
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        log = logits.log_softmax(-1)
+        return -(_target(logits, y) * (1 - log.exp()) ** self.gamma * log).sum(-1).mean()
 
 
 @dataclass(frozen=True)
 class mean_squared_error(Criterion):
-    """(logits - y)^2 with y one-hot, averaged over classes and examples."""
+    """(logits - y)^2 with y one-hot, averaged over classes and examples.
+
+    Example:
+        >>> mean_squared_error()(torch.tensor([[1.0, 3.0]]), torch.tensor([0]))  # (0 + 9) / 2
+        tensor(4.5000)
+    """
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        # one_hot does not work under vmap, and mse_loss has no forward derivative of its gradient
-        classes = torch.arange(logits.shape[-1], device=logits.device)
-        target = y if y.is_floating_point() else (y.unsqueeze(-1) == classes).to(logits.dtype)
-        return (logits - target.view_as(logits)).square().mean()
+        # mse_loss has no forward derivative of its gradient
+        return (logits - _target(logits, y)).square().mean()
+
+
+@dataclass(frozen=True)
+class mean_absolute_error(Criterion):
+    """|logits - y| with y one-hot, averaged over classes and examples."""
+
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        return (logits - _target(logits, y)).abs().mean()
+
+
+@dataclass(frozen=True)
+class huber(Criterion):
+    """(logits - y)^2 / 2 up to an error of delta, and linear beyond it, averaged over classes and examples.
+
+    Args:
+        delta: above 0.
+    """
+
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_above_zero(self, "delta")
+
+    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
+        off = (logits - _target(logits, y)).abs()
+        near = off.clamp(max=self.delta)
+        return (near * (off - near / 2)).mean()
 
 
 @dataclass(frozen=True)
@@ -74,11 +149,42 @@ class binary_cross_entropy(Criterion):
     """-y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)), averaged over logits and examples.
 
     The labels are findings, or classes 0 and 1 of a network with one output.
+
+    Args:
+        pos_weight: of y = 1, for all outputs or for each, at least 0.
+        reduction: mean, or sum over logits and examples.
+
+    Example:
+        >>> binary_cross_entropy()(torch.zeros(1, 1), torch.tensor([1]))  # log 2
+        tensor(0.6931)
     """
+
+    pos_weight: Sequence[float] = (1.0,)
+    reduction: Reduction = "mean"
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         y = y.to(logits.dtype).view_as(logits)
-        return (F.softplus(logits) - y * logits).mean()  # binary_cross_entropy_with_logits lacks forward derivatives
+        # binary_cross_entropy_with_logits lacks forward derivatives
+        each = (1 - y) * F.softplus(logits) + logits.new_tensor(self.pos_weight) * y * F.softplus(-logits)
+        return each.sum() if self.reduction == "sum" else each.mean()
+
+
+@dataclass(frozen=True)
+class reconstruction(Criterion):
+    """The error of outputs against the network's own input, as autoencoders minimise it, averaged over all values.
+
+    Args:
+        measure: (output - x)^2, or for outputs and inputs in [0, 1] the binary cross-entropy.
+    """
+
+    measure: Literal["squared_error", "cross_entropy"] = "squared_error"
+
+    def __call__(self, logits: Tensor, y: Tensor, x: Tensor | None = None) -> Tensor:
+        if x is None:
+            raise TypeError("a reconstruction loss reads the network's input")
+        if self.measure == "cross_entropy":
+            return F.binary_cross_entropy(logits, x.view_as(logits))
+        return (logits - x.view_as(logits)).square().mean()
 
 
 @dataclass(frozen=True)
@@ -90,6 +196,10 @@ class next_token(Criterion):
     Args:
         mean: over a sentence's predicted words, then over sentences; or over all predicted words of the batch, as in the
             Trainer of the package transformers.
+
+    Example:
+        >>> next_token()(torch.zeros(1, 3, 8), torch.tensor([[5, 1, 2]]))  # log 8, for each of two words
+        tensor(2.0794)
     """
 
     mean: Literal["sentences", "words"] = "sentences"
@@ -108,15 +218,22 @@ class next_token(Criterion):
         return (nll.sum(1) / seen.sum(1).clamp(min=1)).mean()
 
 
+def _target(logits: Tensor, y: Tensor) -> Tensor:
+    """Labels as floats in the logits' shape; classes are one-hot (one_hot does not work under vmap)."""
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    target = y if y.is_floating_point() else (y.unsqueeze(-1) == classes).to(logits.dtype)
+    return target.view_as(logits)
+
+
 def per_example_accuracy(logits: Tensor, y: Tensor, kind: LabelKind) -> Tensor:
     """The part of each example (B,) that the outputs predict correctly: its label, or its words."""
-    if y.dim() == 1 or y.is_floating_point():
+    if y.dim() == 1 or y.is_floating_point() or isinstance(kind, Mask):
         return kind.right(logits, y)
     guess, y = logits[:, :-1].argmax(-1), y[:, 1:]
     return (guess == y).double().sum(1) / (y != IGNORED).sum(1).clamp(min=1)
 
 
-LOSS = ComponentKind("a loss", ("fedgauge.losses",), Criterion, annotated=False, outside=(Criterion, nn.Module, Tensor))
+LOSS = ComponentKind("a loss", ("fedgauge.losses",), Criterion, False, (Criterion, nn.Module, Tensor), instances=True)
 CROSS_ENTROPY: Table = {"use": "cross_entropy"}
 
 
@@ -124,15 +241,20 @@ def named_loss(table: Table, where: str) -> Loss:
     """The loss that a table names, untried; for the plain cross-entropy, torch's own function.
 
     A user's loss is a function (outputs, labels, ...) with further arguments from the table, or a class with instances that take
-    outputs and labels. If its third parameter is called x, it also gets the network's input.
+    outputs and labels, or such an instance. If its third parameter is called x, it also gets the network's input.
 
     Raises:
         SpecError: it does not exist, or has other arguments.
     """
     target = resolve(table, where, LOSS)
     arguments = {k: v for k, v in table.items() if k != "use"}
-    if inspect.isclass(target):
-        loss: Loss = call(target, check_arguments(target, arguments, where), where)
+    if not inspect.isfunction(target):
+        if arguments and not inspect.isclass(target):
+            raise SpecError(
+                f"{where}: {table['use']!r} is built already, so it takes no argument {next(iter(arguments))!r}"
+            )
+        built = inspect.isclass(target)
+        loss: Loss = call(target, check_arguments(target, arguments, where), where) if built else target
         reads = list(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters)
     else:
         reads = list(inspect.signature(target).parameters)
@@ -212,9 +334,12 @@ def fitted_loss(
         shuffled = y.roll(1, 0) if bool((y.roll(1, 0) != y).any()) else y
         reads = bool((form_of(outputs, y, x) - form_of(outputs, shuffled, x)).detach().abs() > 0)
         kind = label_kind(public, outputs, reads)
-        _check_kind(loss, kind, table, where, outputs, public, classes)
+        _check_kind(loss, form_of, kind, table, where, tried, public, classes)
         plain = form == 0 and not isinstance(loss, FittedLoss)
         return loss if plain else form_of, kind(public, (outputs.detach(), y, x))
+    if label_kind(public, outputs, True) is Mask and outputs.shape[2:] != y.shape[y.dim() - outputs.dim() + 2 :]:
+        sizes = (" x ".join(map(str, size)) for size in (outputs.shape[2:], y.shape[y.dim() - outputs.dim() + 2 :]))
+        raise SpecError("[model]: the network returns masks of {}, and the labels in [data] have {}".format(*sizes))
     raise otherwise or SpecError(
         f"{where}: {table['use']!r} must take the network's outputs {tuple(outputs.shape)} and labels {tuple(y.shape)} of "
         f"{str(y.dtype).removeprefix('torch.')}, and return their finite, differentiable mean: {_said(problem)}"
@@ -237,10 +362,19 @@ def _said(error: Exception | None) -> str:
 
 
 def _check_kind(
-    loss: Loss, kind: type[LabelKind], table: Table, where: str, outputs: Tensor, public: Tensor, classes: int
+    loss: Loss,
+    form_of: Loss,
+    kind: type[LabelKind],
+    table: Table,
+    where: str,
+    tried: tuple[Tensor, Tensor, Tensor],
+    public: Tensor,
+    classes: int,
 ) -> None:
     """Refuse labels of one kind under a loss of another."""
+    outputs, y, x = tried
     single = outputs[0].numel() == 1
+    far = FAR * ((y > 1).float() - (y < 0).float())  # where a cross-entropy of two classes falls without bound
     numbers = kind is Numbers and not bool(((public >= 0) & (public <= 1)).all())
     if single and kind is not NoLabel and not public.is_floating_point() and classes > 2:
         why = f"the network has one output, and [data] has {classes} classes: let it return {classes}"
@@ -251,7 +385,7 @@ def _check_kind(
             return
         other = "binary_cross_entropy" if kind is Findings else "mean_squared_error"
         why = f'{table["use"]} takes one class an example, and the labels are {kind.noun}: set use = "{other}"'
-    elif isinstance(loss, binary_cross_entropy) and numbers:
+    elif numbers and y.numel() == outputs.numel() and loss_of(form_of, far.view_as(outputs), y, x) < -SAME * FAR:
         why = f'{table["use"]} takes labels from 0 to 1, and the labels are numbers: set use = "mean_squared_error"'
     else:
         return
@@ -300,10 +434,8 @@ def takes_probabilities(loss: Loss, classes: int, kind: LabelKind | None = None)
     if is_cross_entropy(loss):
         return True
     outputs, y, x = _probe(loss, classes, kind)
-    one_class = kind is None or type(kind) is LabelKind
     try:
-        whole = F.one_hot(y.clamp(min=0), classes) * (y != IGNORED)[..., None] if one_class else y
-        soft = loss_of(loss, outputs, whole.to(outputs), x)
+        soft = loss_of(loss, outputs, (kind or LabelKind()).soft(y, classes).to(outputs), x)
     except Exception:  # a user's function may raise anything for such labels
         return False
     return soft.dim() == 0 and _same(loss_of(loss, outputs, y, x), soft)

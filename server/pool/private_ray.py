@@ -1,9 +1,10 @@
-"""Start Ray on this machine for one user only.
+"""Start Ray for one user only, by default only on this machine.
 
 Ray runs any code that reaches its ports, and by itself listens on every network interface without asking who is there.
 """
 
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 SETTINGS = (
@@ -18,11 +19,12 @@ SETTINGS = (
 )
 
 
-def private_ray(folder: Path) -> dict[str, str]:
+def private_ray(folder: Path, hosts: Sequence[str] = ()) -> dict[str, str]:
     """The environment in which Ray listens only on the loopback address and requires fresh secrets.
 
     Args:
         folder: a private folder of this user, which gets the token's file, and the key and certificates of TLS.
+        hosts: names and addresses of a cluster's machines, in addition to the loopback's.
     """
     from fedgauge.server.pki import write_authority  # takes a third of a second, which only a start of Ray needs
 
@@ -32,7 +34,7 @@ def private_ray(folder: Path) -> dict[str, str]:
         token.write_text(secrets.token_hex(32))
     if not tls.exists():
         tls.mkdir(mode=0o700)
-        write_authority(tls, mutual=True)
+        write_authority(tls, hosts, mutual=True)
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),

@@ -8,6 +8,7 @@ from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.ledger_types import (
     DEPLOYMENT,
+    OWN,
     STARTED,
     Participation,
     RecordedProblem,
@@ -56,7 +57,7 @@ class Ledger(JobQueue):
     def foreign(self) -> bool:
         """True if a user's own app trains the run."""
         meta = self.meta()
-        return meta.get("mode") == DEPLOYMENT and not any(key.startswith(STARTED) for key in meta)
+        return meta.get("mode") == DEPLOYMENT and not any(key == OWN or key.startswith(STARTED) for key in meta)
 
     def nodes(self) -> dict[int, str]:
         """Return Flower's node ids by client of a user's own app."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.attacks.modality.registry import BASELINES, modality_compared_by, modality_measured
+from fedgauge.attacks.modality.registry import BASELINES, modality_measured, modality_stored
 from fedgauge.attacks.plan import LIMITS, PlannedAttack
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, wrong_client
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
@@ -38,10 +38,10 @@ class LedgerReads(LedgerFile):
             rows = self._db.execute("SELECT DISTINCT metric FROM scores")
             return modality_measured([row["metric"] for row in rows])
         fault: Exception | None = None
-        if (found := modality_compared_by(named["fact"])) is None:
+        if (found := modality_stored(named["fact"])) is None:
             try:
                 self.load_data()
-                found = modality_compared_by(named["fact"])
+                found = modality_stored(named["fact"])
             except (OSError, ValueError) as error:
                 fault = error
         if found is None:

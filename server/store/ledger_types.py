@@ -15,6 +15,7 @@ from fedgauge.server.store.ledger_connection import LedgerError
 
 DEPLOYMENT = "deployment"  # the run's mode, if it is not a simulation
 # keys of the meta table
+OWN = "own"  # a deployment of `fedgauge deploy`, and not a user's own app
 STARTED = "flower_run_from_round_"  # prefix: Flower's number for a deployment's training from that round on
 REPEATED = "rounds_asked_again"  # number of rounds that a deployment's clients may have answered twice
 MAIN_METRIC = "main_metric"

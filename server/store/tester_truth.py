@@ -85,4 +85,4 @@ class TesterTruth:
         if len(x) != len(y) or tuple(x.shape[1:]) != like.shape:
             found = f"{len(x)} examples of shape {tuple(x.shape[1:])} and {len(y)} labels"
             raise TruthError(f"{path} has {found}; the audit's examples have {like.shape}, each with a label")
-        return Batch(x.contiguous(), y.long())
+        return Batch(x.contiguous(), y.float() if y.is_floating_point() else y.long())

@@ -38,7 +38,12 @@ def in_unit(value: float | None, by: Measured) -> str:
 
 
 def percent(value: float | None, digits: int = 0, space: str = "\u00a0") -> str:
-    """Write a fraction in percent."""
+    """Write a fraction in percent.
+
+    Example:
+        >>> percent(0.256, digits=1, space=" "), percent(None)
+        ('25.6 %', '–')
+    """
     return NONE if value is None or math.isnan(value) else f"{number(100 * value, digits)}{space}%"
 
 
@@ -90,7 +95,12 @@ def many(n: int, noun: str) -> str:
 
 
 def listed(parts: Sequence[str], most: int, between: str = "; ") -> str:
-    """Join the first parts, with the number of the others."""
+    """Join the first parts, with the number of the others.
+
+    Example:
+        >>> listed(["one", "two", "three"], most=2)
+        'one; two; 1 more'
+    """
     more = [f"{len(parts) - most} more"] if len(parts) > most else []
     return between.join([*parts[:most], *more])
 

@@ -23,11 +23,13 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import LedgerError
 from fedgauge.server.store.tape import TapeError
 from fedgauge.server.views.formatting import in_unit, status_words
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 
 SMALL = 96  # pixels per side of an image
+CURVE = 24  # pixels of height of a channel's curve
+PARTS = 9  # curves, channels or slices in one picture
 WORD_BYTES = 40  # per marked word
 PAGE = 24  # cards in one answer
 BYTES = 1_000_000  # for cards with pictures, so that a report stays below 6 MB
@@ -105,18 +107,12 @@ class Page:
 class Gallery:
     """Gallery of a run."""
 
-    reading: Reading
+    reading: RunSnapshot
 
     @cached_property
     def attacks(self) -> list[str]:
         """Attacks in the plan's order."""
         return [a for a in self.reading.order if is_attack(a)]
-
-    @cached_property
-    def given(self) -> set[str]:
-        """Attacks that are given the labels."""
-        planned = self.reading.ledger.planned()
-        return {name for name, attack in planned.items() if attack.labels == "given"}
 
     @cached_property
     def shards(self) -> Shards | None:
@@ -207,9 +203,10 @@ class Gallery:
     @property
     def example_bytes(self) -> int:
         """Largest size of one image in base64; approximate size of a text."""
-        channels, *size = (3, SMALL, SMALL) if self._dataset is None else self._dataset.shape
+        shape = (3, SMALL, SMALL) if self._dataset is None else self._dataset.shape
         if self.kind == "text":
-            return WORD_BYTES * channels
+            return WORD_BYTES * shape[0]
+        channels, *size = picture(torch.zeros(shape)).shape
         return channels * math.prod(min(side, SMALL) for side in size) * 4 // 3
 
     def rows_at(self, round: int, client: int) -> list[int]:
@@ -272,12 +269,12 @@ class Gallery:
         return replace(tile, words=words)
 
     def _label(self, y: Tensor | None, truth: tuple[Tensor, int | str | None] | None, example: int, attack: str) -> str:
-        labels = y is not None and (y.dim() == 1 or y.is_floating_point())
+        labels = y is not None and (y.dim() != 2 or y.is_floating_point())
         if y is None or not labels or example >= len(y) or not (self._labelled or self.reading.ledger.deployed):
             return ""
         guess = written(y[example])
         right = "" if truth is None or isinstance(guess, str) else " ✓" if truth[1] == guess else " ✗"
-        return f"{self.label_name(guess)}{', given' if attack in self.given else right}"
+        return f"{self.label_name(guess)}{', given' if attack in self.scores.told_labels else right}"
 
 
 def sampled(strengths: Mapping[Place, float], limit: int) -> list[Place]:
@@ -308,15 +305,32 @@ def worst_cases(gallery: Gallery, count: int) -> list[Card]:
     return list(found.values())
 
 
+def picture(x: Tensor) -> Tensor:
+    """An example in [0, 1] as an image (1 or 3, H, W): itself, curves of windows and vectors, or slices of a volume."""
+    if x.dim() == 3 and len(x) in (1, 3):
+        return x
+    if x.dim() < 3:
+        level = (1 - x.view(-1, x.shape[-1])[:PARTS]) * (CURVE - 1)
+        before, rows = level[:, [0, *range(x.shape[-1] - 1)]], torch.arange(CURVE)[:, None]
+        low, high = (f(level, before)[:, None] for f in (torch.minimum, torch.maximum))
+        drawn = (rows >= low.floor()) & (rows <= high.ceil())
+        return 1 - drawn.float().flatten(0, 1).repeat_interleave(max(1, SMALL // x.shape[-1]), 1)[None]
+    parts = x if x.dim() == 3 else x[0].flatten(0, x.dim() - 4)  # channels, else slices of the first one
+    some = parts[np.linspace(0, len(parts) - 1, min(len(parts), PARTS)).round().astype(int)]
+    side = math.ceil(len(some) ** 0.5)
+    blank = some.new_ones(side * -(-len(some) // side) - len(some), *some.shape[1:])
+    return torch.cat([torch.cat(list(row), 1) for row in torch.cat([some, blank]).split(side)])[None]
+
+
 def png(x: Tensor, most: int | None = None) -> str:
-    """Encode an image (C, H, W), one or three channels, in [0, 1] or uint8, as the data URI of a PNG.
+    """Encode an example in [0, 1] or uint8 as the data URI of a PNG.
 
     Args:
         most: pixels per side; larger images are averaged.
     """
     from PIL import Image
 
-    pixels = x.float() / 255 if x.dtype == torch.uint8 else x.clamp(0, 1)
+    pixels = picture(x.float() / 255 if x.dtype == torch.uint8 else x.clamp(0, 1))
     if most is not None and max(pixels.shape[1:]) > most:
         factor = math.ceil(max(pixels.shape[1:]) / most)
         pixels = F.avg_pool2d(pixels, factor, ceil_mode=True)

@@ -26,6 +26,11 @@ def clustered_interval(
     Args:
         outside: probability on either side of the interval; default: of 95 %.
         whole: largest value of a share; None: no shares.
+
+    Example:
+        >>> low, high = clustered_interval(np.array([1.0, 3.0]), clients=np.array([0, 1]))
+        >>> round(low, 2), round(high, 2)  # 2 -+ 12.7062 * sqrt(2 / 2)
+        (-10.71, 14.71)
     """
     sums, counts = np.bincount(clients, values), np.bincount(clients)
     sums, counts = sums[counts > 0], counts[counts > 0]
@@ -79,6 +84,10 @@ def guessed_labels(shares: Sequence[float], size: int) -> float:
     Args:
         shares: share of each class among all examples, in (0, 1]; they sum to 1.
         size: number of examples in the batch.
+
+    Example:
+        >>> guessed_labels([0.5, 0.5], size=2)
+        0.75
     """
     repeat = np.arange(size)[:, None]
     right = bdtrc(repeat, size, np.asarray(shares)[None])  # P(a class occurs more than `repeat` times)

@@ -10,7 +10,7 @@ from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS, RATES
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.server.views.leakage import Leak, counted_of_all
-from fedgauge.server.views.reading import Reading, Snapshot
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, role_of
 from fedgauge.server.views.scores import capped
 from fedgauge.server.views.strength import best_of, error_in_db, mean_of
@@ -19,7 +19,6 @@ from fedgauge.server.views.tables import Cell, Column, Table
 ATTACK, KIND = Column("attack", "attack"), Column("kind", "kind")
 EXAMPLES, CLIENTS = Column("n", "examples", "count"), Column("clusters", "clients", "count")
 IDENTIFIED = Column("identified", "identified", "rate")
-LABELS = Column("labels", "label accuracy", "number", 0, fraction=True)
 STATUSES = ("accepted", "rejected", "missing")
 LOST, UNGRADED = Column("lost", "without a value"), Column("ungraded", "not graded", "count")
 
@@ -39,24 +38,33 @@ def leak_cells(leak: Leak | None) -> tuple[Cell, Cell, Cell]:
     return (None, None, None) if leak is None else (leak.mean, leak.interval, leak.best)
 
 
+def label_column(metric: str) -> Column:
+    """Return the column of restored labels, by their metric."""
+    return Column.of(MEASURED[metric], "labels", MEASURED[metric].label)
+
+
 def rate_of(leak: Leak | None) -> Cell:
     """Return the count and total of a Leak with a metric of 0 or 1."""
     return None if leak is None or not leak.n else astuple(leak.rate)
 
 
-def rounds_table(reading: Snapshot) -> Table:
+def rounds_table(reading: RunSnapshot) -> Table:
     """List each attack in each round, with the best baseline of the round."""
-    by, order = reading.scores.measure, [name for name in reading.order if is_attack(name)]
+    kind, by, order = (
+        reading.scores.label_kind,
+        reading.scores.measure,
+        [name for name in reading.order if is_attack(name)],
+    )
     columns = [
         Column("round", "round", "count"),
-        Column("before", "accuracy attacked", "number", 1, fraction=True),
-        Column("accuracy", "accuracy", "number", 1, fraction=True),
+        Column("before", f"{kind.utility} attacked", "number", 1, fraction=True),
+        Column("accuracy", kind.utility, "number", 1, fraction=True),
         ATTACK,
         *leak_columns(by, by.name),
         Column.of(by, "baseline", f"baseline {by.name}"),
         Column("guess", "best baseline"),
         IDENTIFIED,
-        LABELS,
+        label_column(kind.metric),
         EXAMPLES,
         CLIENTS,
         LOST,
@@ -65,7 +73,7 @@ def rounds_table(reading: Snapshot) -> Table:
     accuracy = {number: row["accuracy"] for number, row in reading.rounds.items()}
     leaks, labels, hits = (
         {(leak.round, leak.attack): leak for leak in reading.leakage(metric) if leak.round is not None}
-        for metric in (by.metric, "label_accuracy", "identified")
+        for metric in (by.metric, kind.metric, "identified")
     )
     rows: list[tuple[Cell, ...]] = []
     for round in sorted({round for round, _ in leaks if round is not None}):
@@ -79,13 +87,14 @@ def rounds_table(reading: Snapshot) -> Table:
     return Table.of("Results in each round", columns, rows)
 
 
-def summary_table(reading: Snapshot) -> Table:
+def summary_table(reading: RunSnapshot) -> Table:
     """List each attack, limit and baseline over all rounds.
 
     A limit has only the PSNR of its mean squared error.
     """
     by: MainMetric = reading.scores.measure
-    others = [m for m in reading.metrics if m not in (by.metric, "identified", "label_accuracy", *MEMBERSHIP)]
+    labels = reading.scores.label_kind.metric
+    others = [m for m in reading.metrics if m not in (by.metric, "identified", labels, *MEMBERSHIP)]
     columns = [
         ATTACK,
         KIND,
@@ -95,7 +104,7 @@ def summary_table(reading: Snapshot) -> Table:
         Column.of(by, "median", "median"),
         Column("of_error", "PSNR of the mean error (dB)", "number", 1),
         IDENTIFIED,
-        LABELS,
+        label_column(labels),
         *(Column(m, f"{MEASURED[m].label}, mean", "number", MEASURED[m].digits, MEASURED[m].fraction) for m in others),
         LOST,
         UNGRADED,
@@ -103,7 +112,7 @@ def summary_table(reading: Snapshot) -> Table:
     return Table.of("All rounds together", columns, _summary_rows(reading, by, others))
 
 
-def _summary_rows(reading: Snapshot, by: MainMetric, others: list[str]) -> Iterable[tuple[Cell, ...]]:
+def _summary_rows(reading: RunSnapshot, by: MainMetric, others: list[str]) -> Iterable[tuple[Cell, ...]]:
     pooled = {metric: reading.pooled(metric) for metric in reading.metrics}
     for attack in reading.order:
         leaks = {m: by_attack[attack] for m, by_attack in pooled.items() if attack in by_attack}
@@ -119,14 +128,14 @@ def _summary_rows(reading: Snapshot, by: MainMetric, others: list[str]) -> Itera
             None if shown is None else shown.median,
             error_in_db(leaks.get("mse")),
             rate_of(hits),
-            mean_of(leaks.get("label_accuracy")),
+            mean_of(leaks.get(reading.scores.label_kind.metric)),
             *(mean_of(leaks.get(metric)) for metric in others),
             leak.without_value,
             leak.ungraded or None,
         )
 
 
-def membership_table(reading: Snapshot) -> Table:
+def membership_table(reading: RunSnapshot) -> Table:
     """List each membership test, baseline and limit over all rounds."""
     columns = [
         Column("question", "question"),
@@ -136,7 +145,7 @@ def membership_table(reading: Snapshot) -> Table:
         Column("mean", "pairs in which the member scores higher", "number", 0, fraction=True),
         Column("interval", "95 % interval", "interval", 0, fraction=True),
         *(
-            Column(f"told{ending}", f"detected at {100 * rate:g} % false positives", "rate")
+            Column(f"detected{ending}", f"detected at {100 * rate:g} % false positives", "rate")
             for ending, rate in RATES.items()
         ),
     ]
@@ -161,7 +170,7 @@ class Clients:
     table: Table
 
 
-def clients(reading: Reading, metric: str) -> Clients:
+def clients(reading: RunSnapshot, metric: str) -> Clients:
     """Return the clients by one metric, the worst first."""
     by = MEASURED[metric]
     columns = [

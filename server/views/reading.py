@@ -178,49 +178,121 @@ def viewed(make: Make) -> Make:
     return cast(Make, cached)
 
 
-class Snapshot:
-    """Content of a ledger at one moment; `read` updates it."""
+def most_examples(tables: Mapping[str, Any]) -> int:
+    """Return the largest number of examples of an update by the scenario, as clients may claim any number."""
+    size, group = tables["data"].get("batch_size", 1), tables.get("secure_sum", {}).get("group", 1)
+    return min(max(1, int(size)) * max(1, int(group)), MOST_EXAMPLES)
 
-    def __init__(self, ledger: Ledger, tables: Mapping[str, Any]) -> None:
-        self.ledger = ledger
-        self.tables = dict(tables)
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Forbid downloads of data."""
+    before = may_download.set(False)
+    try:
+        yield
+    finally:
+        may_download.reset(before)
+
+
+class RunSnapshot:
+    """Snapshot of a run, from which every view is computed; `lock` gives the ledger to one thread.
+
+    Args:
+        scenario: the run's, if the caller has built it.
+
+    Raises:
+        LedgerError: the ledger cannot be read.
+    """
+
+    def __init__(self, run: Run, scenario: Scenario | None = None) -> None:
+        self.run, self.ledger, self.tables = run, run.ledger(readonly=True), tables_of(run)
+        self.lock = Lock()
+        self.version: tuple[object, ...] = ()
         self.views: dict[Any, Any] = {}
         self.meta: Mapping[str, str] = {}
-        self.progress = Progress()
-        self.rounds: dict[int, Mapping[str, Any]] = {}
-        self.pace: float | None = None  # jobs a second
-        self.newest = 0  # last round with jobs
         self.scores, self._finished = Scores.empty(), 0
+        self._scenario: Scenario | str | None = scenario
+
+    @contextmanager
+    def now(self) -> Iterator["RunSnapshot"]:
+        """Update to the run's current state, for one thread.
+
+        Raises:
+            LedgerError: the run cannot be read.
+        """
+        with self.lock, self.ledger.snapshot():
+            if (version := version_of(self.run, self.ledger)) != self.version:
+                self.read()
+                self.version = version
+            yield self
 
     def read(self) -> None:
         """Read the ledger; of the scores only new ones."""
         ledger, retried = self.ledger, self.meta.get(RETRIED)
-        self.meta, self.progress = ledger.meta(), ledger.progress()
+        self.views.clear()
+        self.meta, self.progress, self.pace = ledger.meta(), ledger.progress(), ledger.pace()
         if self.meta.get(RETRIED) != retried:  # rows were deleted
             self.scores, self._finished = Scores.empty(), 0
         self.rounds = {row["round"]: dict(row) for row in ledger.rounds()}
-        self.pace = ledger.pace()
-        self.newest = max(ledger.last_observed(), max(self.rounds, default=0))
-        self.views.clear()
+        if "rounds" in self.meta:  # a user's own app decides
+            self.tables["rounds"] = int(self.meta["rounds"])
         if (finished := ledger.finished()) > self._finished:
             given = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
-            of_run = replace(self.scores, modality=ledger.modality, size_of=self.size_of, told_labels=given)
+            of_run = replace(self.scores, modality=ledger.modality, size_of=self.size_of, given_labels=given)
             rows = ledger.scores_since(self._finished)
             self.scores = replace(of_run, unordered=ledger.graded_by_clients).extended(rows)
             self._finished = finished
 
+    def close(self) -> None:
+        """Close the ledger."""
+        self.ledger.close()
+
+    @property
+    @viewed
+    def state(self) -> State:
+        """Whether the run works, is complete, or how it ended."""
+        return state_of(self.run, self.ledger)
+
+    @property
+    @viewed
+    def observations(self) -> list[Any]:
+        """Participation of each client in each round."""
+        return self.ledger.observations()
+
+    @property
+    @viewed
+    def attacks(self) -> list[Any]:
+        """Rows of the planned attacks."""
+        return self.ledger.attacks()
+
+    @property
+    @viewed
+    def participation(self) -> Counter[tuple[int, str]]:
+        """Number of replies by client and status."""
+        return Counter((o["client"], o["status"]) for o in self.observations)
+
+    @property
+    def answered(self) -> set[tuple[int, int]]:
+        """Round and client of every update that may have been sent."""
+        deployed = self.ledger.deployed
+        return {(o["round"], o["client"]) for o in self.observations if may_have_sent(o, deployed)}
+
     def size_of(self, round: int, client: int) -> int:
         """Return the number of examples of an update; in a user's own app the number that the attacker assumes."""
         most = most_examples(self.tables)
-        return most if self.ledger.foreign else min(self.ledger.size_of(round, client), most)
+        if not self.ledger.foreign:
+            return min(self.ledger.size_of(round, client), most)
+        truth = self.tester_truth(round, client)
+        return most if truth is None else len(truth.y)
 
-    def jobs_of(self, scenario: Scenario | None) -> Jobs:
-        """Return the jobs; with a scenario also those of the rounds to come."""
-        to_come = 0
-        if scenario is not None and scenario.audit.curious:
-            rounds = int(self.meta.get("rounds") or scenario.protocol.rounds)
-            to_come = expected_jobs(scenario, self.newest, rounds)
-        return Jobs(self.progress, to_come, self.pace)
+    @viewed
+    def tester_truth(self, round: int, client: int) -> Batch | None:
+        """Return the truth that a tester supplied; None without one."""
+        if "truth" in self.meta:
+            with offline(), suppress(SpecError, OSError):
+                source, dataset = TesterTruth.from_json(self.meta["truth"]), self.scenario.federation.shards.dataset
+                return source.batch(round, client, dataset, self.ledger.nodes())
+        return None
 
     @viewed
     def leakage(self, metric: str) -> list[Leak]:
@@ -243,87 +315,6 @@ class Snapshot:
         """Names in the scores: attacks in the plan's order, limits, baselines."""
         return attack_order(self.ledger, self.scores.attacks)
 
-
-def most_examples(tables: Mapping[str, Any]) -> int:
-    """Return the largest number of examples of an update by the scenario, as clients may claim any number."""
-    size, group = tables["data"].get("batch_size", 1), tables.get("secure_sum", {}).get("group", 1)
-    return min(max(1, int(size)) * max(1, int(group)), MOST_EXAMPLES)
-
-
-@contextmanager
-def offline() -> Iterator[None]:
-    """Forbid downloads of data."""
-    before = may_download.set(False)
-    try:
-        yield
-    finally:
-        may_download.reset(before)
-
-
-class Reading(Snapshot):
-    """Snapshot of a run with its folder and scenario; `lock` gives the ledger to one thread.
-
-    Raises:
-        LedgerError: the ledger cannot be read.
-    """
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run.ledger(readonly=True), tables_of(run))
-        self.run = run
-        self.lock = Lock()
-        self.version: tuple[object, ...] = ()
-        self._scenario: Scenario | str | None = None
-
-    @contextmanager
-    def now(self) -> Iterator["Reading"]:
-        """Update to the run's current state, for one thread.
-
-        Raises:
-            LedgerError: the run cannot be read.
-        """
-        with self.lock, self.ledger.snapshot():
-            if (version := version_of(self.run, self.ledger)) != self.version:
-                self.read()
-                self.version = version
-            yield self
-
-    def read(self) -> None:
-        super().read()
-        if "rounds" in self.meta:  # a user's own app decides
-            self.tables["rounds"] = int(self.meta["rounds"])
-        self.observations = self.ledger.observations()
-        self.attacks = self.ledger.attacks()
-        self.state = state_of(self.run, self.ledger)
-
-    def close(self) -> None:
-        """Close the ledger."""
-        self.ledger.close()
-
-    @property
-    @viewed
-    def participation(self) -> Counter[tuple[int, str]]:
-        """Number of replies by client and status."""
-        return Counter((o["client"], o["status"]) for o in self.observations)
-
-    @property
-    def answered(self) -> set[tuple[int, int]]:
-        """Round and client of every update that may have been sent."""
-        deployed = self.ledger.deployed
-        return {(o["round"], o["client"]) for o in self.observations if may_have_sent(o, deployed)}
-
-    def size_of(self, round: int, client: int) -> int:
-        truth = self.tester_truth(round, client) if self.ledger.foreign else None
-        return super().size_of(round, client) if truth is None else len(truth.y)
-
-    @viewed
-    def tester_truth(self, round: int, client: int) -> Batch | None:
-        """Return the truth that a tester supplied; None without one."""
-        if "truth" in self.meta:
-            with offline(), suppress(SpecError, OSError):
-                source, dataset = TesterTruth.from_json(self.meta["truth"]), self.scenario.federation.shards.dataset
-                return source.batch(round, client, dataset, self.ledger.nodes())
-        return None
-
     @property
     @viewed
     def plan_coverage(self) -> PlanCoverage:
@@ -334,7 +325,11 @@ class Reading(Snapshot):
     @viewed
     def jobs(self) -> Jobs:
         """Jobs of the run, with those of rounds to come while it trains."""
-        return self.jobs_of(self.built if self.state == "training" else None)
+        to_come, scenario = 0, self.built if self.state == "training" else None
+        if scenario is not None and scenario.audit.curious:
+            rounds = int(self.meta.get("rounds") or scenario.protocol.rounds)
+            to_come = expected_jobs(scenario, max(self.ledger.last_observed(), max(self.rounds, default=0)), rounds)
+        return Jobs(self.progress, to_come, self.pace)
 
     @cached_property
     def class_shares(self) -> tuple[float, ...]:
@@ -370,7 +365,7 @@ class Reading(Snapshot):
 
 
 @contextmanager
-def read_once(run: Run) -> Iterator[Reading]:
+def read_once(run: Run) -> Iterator[RunSnapshot]:
     """Open a run and read its state once."""
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         yield reading

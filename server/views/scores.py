@@ -15,11 +15,11 @@ from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.attacks.score_rows import WHOLE_BATCH
+from fedgauge.client.labels import SCORED, LabelKind
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.roles import is_attack, is_limit
 
-LABELS = ("label_accuracy", "label_f1", "label_error")
 LARGEST = 1e100  # of a value, so that sums of squares are finite
 Mask = NDArray[np.bool_]
 SizeOf = Callable[[int, int], int]  # (round, client) -> how many examples the update is of
@@ -38,7 +38,7 @@ class Scores:
         modality: the kind of the run's data.
         size_of: number of examples of an update, which are all lost with a failed batch.
         unordered: if `example` is the place in the reconstruction, as clients grade, not in the batch.
-        told_labels: attacks that are given the labels; `of_metric` leaves their labels out.
+        given_labels: attacks that are given the labels; `of_metric` leaves their labels out.
     """
 
     round: Ints
@@ -54,7 +54,7 @@ class Scores:
     modality: type[Modality] = ImageModality
     size_of: SizeOf = lambda round, client: 1
     unordered: bool = False
-    told_labels: frozenset[str] = frozenset()
+    given_labels: frozenset[str] = frozenset()
 
     @classmethod
     def empty(cls) -> "Scores":
@@ -102,7 +102,7 @@ class Scores:
 
         A limit has only the mean squared error. An attack that is given the labels has no label accuracy.
         """
-        without = {*(ERROR_LIMITS if metric != mse.name else ()), *(self.told_labels if metric in LABELS else ())}
+        without = {*(ERROR_LIMITS if metric != mse.name else ()), *(self.given_labels if metric in SCORED else ())}
         left_out = np.isin(self.attack, [i for i, name in enumerate(self.attacks) if name in without])
         if left_out.any():
             return self.where(~left_out).of_metric(metric)
@@ -181,6 +181,11 @@ class Scores:
         """Main metric, by which attacks are compared."""
         return self.modality.main
 
+    @property
+    def label_kind(self) -> type[LabelKind]:
+        """Kind of the labels, by the metric that scores them."""
+        return next((kind for metric, kind in SCORED.items() if metric in self.metrics), LabelKind)
+
     def batch_keys(self) -> Ints:
         """Key of each row by (round, client), (N,)."""
         return self._pack(self.round, self.client)
@@ -214,7 +219,7 @@ def _usable(values: Floats, metric: Ints, names: tuple[str, ...]) -> Floats:
 def known_metrics(scores: Scores) -> list[str]:
     """Return the known metrics with at least one value."""
     present = {scores.metrics[i] for i in np.unique(scores.metric[~np.isnan(scores.value)])}
-    present -= {m for m in LABELS if m in present and np.isnan(scores.of_metric(m).value).all()}  # they were given
+    present -= {m for m in SCORED if m in present and np.isnan(scores.of_metric(m).value).all()}  # they were given
     return [m for m in MEASURED if m in present]
 
 

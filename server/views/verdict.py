@@ -9,12 +9,14 @@ import numpy as np
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.membership import MEMBER
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.score_rows import WHOLE_BATCH
-from fedgauge.server.views.formatting import counted_words, decibel, in_unit, many, percent
+from fedgauge.client.labels import LabelKind
+from fedgauge.server.views.formatting import counted_words, decibel, in_unit, many, number, percent
 from fedgauge.server.views.intervals import LUCK, Ints, Rate, guessed_labels, luck_bound, luck_of_hits
 from fedgauge.server.views.membership import MembershipResult, Word, members_sentences, membership_results
 from fedgauge.server.views.outcomes import failure
-from fedgauge.server.views.reading import Reading, State, viewed
+from fedgauge.server.views.reading import RunSnapshot, State, viewed
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import Limits, PairedDifference, paired, rivals_of, values_of
@@ -76,24 +78,21 @@ class RestoredLabels:
     """Result of the best label-restoration attack.
 
     Args:
-        share: restored share of the labels, the mean over batches.
-        guess: mean share of the best guess without the update.
-        by_luck: bound on the probability that such a guess restores as many, over all attacks.
+        score: of its labels, in the metric of their kind; the mean over batches.
+        guess: mean score of the best guess without the update.
+        leaks: if more is restored than by luck.
     """
 
+    kind: type[LabelKind]
     attack: str
-    share: float
+    score: float
     guess: float
-    by_luck: float
-
-    @property
-    def leaks(self) -> bool:
-        """True if more labels are restored than by luck."""
-        return self.by_luck <= LUCK
+    leaks: bool
 
     def __str__(self) -> str:
-        guess = f"a guess without the update: {percent(self.guess)}"
-        return f"{percent(self.share)} of the labels are restored by {self.attack} ({guess})"
+        written = percent if MEASURED[self.kind.metric].fraction else number
+        restored = self.kind.restored.format(written(self.score), self.attack)
+        return f"{restored} (a guess without the update: {written(self.guess)})"
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def _rate_of(rows: Scores) -> Rate | None:
 
 
 @viewed
-def verdict_of(reading: Reading) -> Verdict:
+def verdict_of(reading: RunSnapshot) -> Verdict:
     """Return the verdict on both kinds of leak; it never says that a run is private."""
     examples = _of_examples(reading)
     doubt = doubts(reading, "members")
@@ -181,7 +180,7 @@ def verdict_of(reading: Reading) -> Verdict:
     return Verdict(word, sentences, examples.strongest, tuple(members), examples.word)
 
 
-def _of_examples(reading: Reading) -> Verdict:
+def _of_examples(reading: RunSnapshot) -> Verdict:
     """Return the verdict on reconstruction; restored labels are a leak whatever the examples."""
     scores, jobs, compared = reading.scores, reading.jobs, excesses(reading.scores)
     by, labels = scores.measure, restored_labels(reading)
@@ -208,7 +207,7 @@ def _of_examples(reading: Reading) -> Verdict:
     return Verdict("leaks" if read_off else word, (before + words,), strongest)
 
 
-def _numbers(reading: Reading, e: ExcessLeakage) -> Iterator[str]:
+def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     """Describe the strongest attack with its baseline and the limit."""
     by, limit = reading.scores.measure, Limits.of(reading.pooled("mse")).bound
     apart = "one client gives no interval"
@@ -217,19 +216,19 @@ def _numbers(reading: Reading, e: ExcessLeakage) -> Iterator[str]:
         apart = f"95 % interval of the difference {ends} from {many(e.clusters, 'client')}"
     budget, all_of = reading.ledger.planned()[e.attack].budget, f"over {e.n} {by.private}s"
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
-    yield f"its hardest baseline ({e.baseline}) {in_unit(e.floor, by)} ({apart})"
+    yield f"its hardest baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
     if e.exact:
         yield f"{e.exact} of them come back exactly"
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         yield f"{e.identified} {by.private}s are identified{beyond}"
     elif e.exposed:
-        yield f"{e.exposed} of them come back {by.beyond}"
+        yield f"{e.exposed} of them are reconstructed {by.beyond}"
     if limit is not None:
         yield f"no attack's mean error is below that of {decibel(limit)} dB"
 
 
-def doubts(reading: Reading, kind: Kind) -> str:
+def doubts(reading: RunSnapshot, kind: Kind) -> str:
     """Reasons why "no leak found" is inconclusive, for verdict and gate; empty if it is conclusive."""
     scores, ledger, meta = reading.scores, reading.ledger, reading.meta
     if kind != "epsilon" and reading.plan_coverage.words:  # no attack measures epsilon
@@ -255,7 +254,7 @@ def _in_brackets(reason: str) -> str:
     return f" ({reason})" if reason else ""
 
 
-def _none_moved(reading: Reading) -> bool:
+def _none_moved(reading: RunSnapshot) -> bool:
     """Check that the chain gave none of the compared attacks a derivative."""
     scores, planned = reading.scores, reading.ledger.planned()
     flat = {row["name"] for row in reading.attacks if row["flat"]}
@@ -266,22 +265,29 @@ def _none_moved(reading: Reading) -> bool:
 
 
 @viewed
-def restored_labels(reading: Reading) -> RestoredLabels | None:
+def restored_labels(reading: RunSnapshot) -> RestoredLabels | None:
     """Return the labels of the attack that restored most; attacks with given labels do not count."""
-    scores, shares, found = reading.scores, reading.class_shares, []
-    known = scores.where(~np.isnan(scores.value)).of_metric("label_accuracy")
-    for attack in reading.ledger.planned():
-        rows = known.of_attack(attack)
-        if not len(rows):
-            continue
-        sizes = _batch_sizes(scores.of_attack(attack), rows)
-        guesses = {size: guessed_labels(shares, size) for size in set(sizes.tolist())}
-        guess = np.array([guesses[size] for size in sizes.tolist()])
-        rate, expected = (float(np.average(v, weights=sizes)) for v in (rows.value, guess))
-        by_luck = luck_bound(rate, expected, float(sizes.sum()))
-        found.append(RestoredLabels(attack, float(rows.value.mean()), float(guess.mean()), by_luck))
-    found = [replace(labels, by_luck=min(1.0, len(found) * labels.by_luck)) for labels in found]
-    return max(found, key=lambda labels: (labels.leaks, labels.share), default=None)
+    scores, kind = reading.scores, reading.scores.label_kind
+    known, sign = scores.where(~np.isnan(scores.value)).of_metric(kind.metric), MEASURED[kind.metric].sign
+    attacks = [a for a in reading.ledger.planned() if is_attack(a) and len(known.of_attack(a))]
+    found = [labels for a in attacks if (labels := _restored_by(a, known, reading, len(attacks)))]
+    return max(found, key=lambda labels: (labels.leaks, sign * labels.score), default=None)
+
+
+def _restored_by(attack: str, known: Scores, reading: RunSnapshot, attacks: int) -> RestoredLabels | None:
+    """Compare an attack's labels with a guess's: of classes by their shares, of others with the baselines' labels."""
+    rows, kind = known.of_attack(attack), known.label_kind
+    if kind is not LabelKind:
+        if (gain := paired(known, attack)) is None:
+            return None
+        low, _ = gain.interval(attacks) or (0.0, 0.0)
+        return RestoredLabels(kind, attack, float(gain.own.mean()), float(gain.floor.mean()), low > 0)
+    sizes = _batch_sizes(reading.scores.of_attack(attack), rows)
+    guesses = {size: guessed_labels(reading.class_shares, size) for size in set(sizes.tolist())}
+    guess = np.array([guesses[size] for size in sizes.tolist()])
+    rate, expected = (float(np.average(v, weights=sizes)) for v in (rows.value, guess))
+    leaks = attacks * luck_bound(rate, expected, float(sizes.sum())) <= LUCK
+    return RestoredLabels(kind, attack, float(rows.value.mean()), float(guess.mean()), leaks)
 
 
 def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
@@ -293,9 +299,9 @@ def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
     return np.array([sizes.get(key, 1) for key in rows.batch_keys().tolist()])
 
 
-def _nothing_to_judge(reading: Reading) -> str:
+def _nothing_to_judge(reading: RunSnapshot) -> str:
     scores, planned = reading.scores, reading.ledger.planned()
-    if not any(is_attack(name) and not attack.tells_members for name, attack in planned.items()):
+    if not any(is_attack(name) and not attack.tests_membership for name, attack in planned.items()):
         return "no attack that reconstructs was planned"
     if reading.meta.get("replay") == "mismatch":
         return "the replay check failed"
@@ -305,7 +311,7 @@ def _nothing_to_judge(reading: Reading) -> str:
     return f"no attack is compared with a baseline{reason}: {ended}" if ended else "no attack has been done yet"
 
 
-def ungraded_reason(reading: Reading) -> str:
+def ungraded_reason(reading: RunSnapshot) -> str:
     """Return the reason for reconstructions without a grade; empty if all are graded."""
     if "grading" not in reading.meta and reading.ledger.foreign:
         return "the app's clients keep their data; its owner grades with: fedgauge audit RUN --truth FOLDER"

@@ -131,8 +131,7 @@ def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
     sizes = [len(own) for own in fed.shards.indices]
     message = f"{min(sizes):,} to {max(sizes):,} examples per client, {fed.shards.batch_size} of them per round"
     yield CheckResult("shards", True, True, message)
-    one_class = data.labelled and not data.y.is_floating_point()
-    if one_class and (absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist()))):
+    if data.one_class and (absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist()))):
         why = f"no training example of {len(absent)} classes, the first of them {absent[0]}"
         yield CheckResult("classes", False, False, Problem("classes", "", why, "are the labels 0, 1, 2 ...?"))
     x = data.normalise(batch_of(data.x, data.y, torch.arange(min(1000, len(data.y)))).x).float()

@@ -73,7 +73,7 @@ def init(options: argparse.Namespace) -> int:
     folder = deployment.folder
     print(f"{folder}: {options.clients} clients; start it with: fedgauge deploy up {folder} --local")
     token = (folder / "secrets" / "dashboard").read_text()
-    print(f"or in containers (docs/deploy.md); the page is then http://127.0.0.1:8765/?token={token}")
+    print(f"or in containers: ./compose.sh {folder} up --detach; the page is then http://127.0.0.1:8765/?token={token}")
     if packages := [*options.allow, *options.allow_too]:
         files = f"{folder}/clients/*/client.toml"
         print(f"each owner must allow your packages: write allow = {json.dumps(packages)} into {files}")

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.pki import alternative_names, write_authority, write_node_key, write_secret
+from fedgauge.server.pool.private_ray import private_ray
 from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -24,6 +25,7 @@ from fedgauge.simulations.run.create import check_deployable, create_run, free_f
 
 DEMO = Path(__file__).parents[1] / "deployment.toml"
 VERSION = "0.1.0"  # of the image
+FORMAT = 1  # of the folder; the image's label names the newest one that it reads
 CONTAINER_USER = 10001  # to whom root hands over a deployment that it makes, as the containers do not run as root
 IN_COMPOSE = 3  # clients in docker-compose.yml
 MEMORY = "4g"  # of each container, unless FEDGAUGE_MEMORY sets another size
@@ -72,7 +74,7 @@ class Deployment:
         deployment = cls(folder)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        for part in ("tls", "keys", "public", "secrets", "clients", "link", "runs", "logs"):
+        for part in ("tls", "ray", "keys", "public", "secrets", "clients", "link", "runs", "logs"):
             (folder / part).mkdir(mode=0o700)
         (folder / "scenario.toml").write_text(checked.to_toml())
         write_authority(folder / "tls", hosts)
@@ -83,6 +85,7 @@ class Deployment:
             # a copy for the server's containers, which must not see the private keys
             shutil.copyfile(deployment.public_key(client), folder / "public" / deployment.public_key(client).name)
             deployment._write_client(client, checked, grading, sampling)
+        write_secret(folder / "ray" / "env", _ray_settings(folder / "ray", hosts).encode())
         write_secret(folder / ".env", _settings(folder, clients).encode())
         (folder / "compose.override.yaml").write_text(override(clients))
         if os.getuid() == 0:  # the containers do not run as root
@@ -186,12 +189,26 @@ class Deployment:
 def _settings(folder: Path, clients: int) -> str:
     """The settings of docker-compose.yml; the folder's name is in the names of its containers."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.absolute().name.lower()).strip("-")
-    project = "fedgauge" if name in ("", FIRST_RUN) else f"fedgauge-{name}"
-    user, group = os.getuid() or CONTAINER_USER, os.getgid() or CONTAINER_USER
-    return (
-        f"COMPOSE_PROJECT_NAME={project}\nFEDGAUGE_VERSION={VERSION}\nFEDGAUGE_UID={user}\nFEDGAUGE_GID={group}\nFEDGAUGE_RUN={FIRST_RUN}\n"
-        f"FEDGAUGE_CLIENTS={clients}\nFEDGAUGE_MEMORY={MEMORY}\nFEDGAUGE_GPUS=1\nCOMPOSE_PROFILES=cpu\n"
-    )
+    settings = {
+        "COMPOSE_PROJECT_NAME": "fedgauge" if name in ("", FIRST_RUN) else f"fedgauge-{name}",
+        "COMPOSE_PROFILES": "cpu",
+        "FEDGAUGE_VERSION": VERSION,
+        "FEDGAUGE_FORMAT": FORMAT,
+        "FEDGAUGE_UID": os.getuid() or CONTAINER_USER,
+        "FEDGAUGE_GID": os.getgid() or CONTAINER_USER,
+        "FEDGAUGE_RUN": FIRST_RUN,
+        "FEDGAUGE_MEMORY": MEMORY,
+        "FEDGAUGE_GPUS": 1,
+        "FEDGAUGE_ELSEWHERE": "",  # services that compose.sh does not start
+    }
+    return "".join(f"{key}={value}\n" for key, value in settings.items())
+
+
+def _ray_settings(folder: Path, hosts: Sequence[str]) -> str:
+    """Write the token and certificates of a Ray cluster on several machines; return the settings of its containers."""
+    access = private_ray(folder, hosts)
+    del access["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]  # it keeps Ray on the loopback address
+    return "".join(f"{key}={value}\n" for key, value in access.items()).replace(str(folder), "/ray")
 
 
 def override(clients: int) -> str:
@@ -207,6 +224,7 @@ def container(client: int) -> Mapping[str, Any]:
     return {
         **HARDENED,
         "command": list(supernode(Addresses(), client)),
+        "environment": {"WAITS_FOR": "the SuperLink, then its rounds"},
         "restart": "unless-stopped",
         "depends_on": {"register": {"condition": "service_completed_successfully"}},
         "networks": ["federation"],

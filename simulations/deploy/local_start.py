@@ -38,13 +38,11 @@ def up(
     """
     with Run(deployment.folder).lock("up"):  # the same kind of lock as a run's
         run, resumed = deployment.begin(deployment.next_run(new), here=True)
-        scenario = run.scenario()
         if resumed:
             _check_resumable(deployment, run)
         with (
             closing(LocalDeployment(deployment, run.name)) as local,
-            run.ledger() as ledger,
-            view_of(run, ledger, scenario, console, log).shown() as view,
+            view_of(run, console, log, run.scenario()).shown() as view,
         ):
             view.note = f"waiting for the SuperLink and {deployment.clients} SuperNodes"
             if resumed:
@@ -86,9 +84,8 @@ def _start_all(local: LocalDeployment, run: Run, interrupt: Interrupt) -> None:
 
 def _follow(local: LocalDeployment, run: Run, view: View, interrupt: Interrupt) -> int:
     """Supervise the services until the run has ended; returns INTERRUPTED or 0."""
-    ledger = view.run_progress.ledger
+    ledger = view.reading.ledger
     status = _await_end(local, "start", view, interrupt)
-    view.run_progress.coming = False
     if "attack" in local.children:  # it ends when the queue is empty, or after an interrupt with the attacks in flight
         _await_end(local, "attack", view, interrupt)
     if interrupt.asked:
@@ -105,8 +102,6 @@ def _await_end(local: LocalDeployment, name: str, view: View, interrupt: Interru
     """Supervise the services until this one has ended; an interrupt signals it."""
     signalled = False
     while (status := local.status(name)) is None:
-        if view.note and view.run_progress.rounds:
-            view.note = ""
         view.update()
         if not interrupt.asked:
             local.poll()

@@ -44,6 +44,11 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
 
     Raises:
         SpecError: it names an unknown key, axis, entry of an axis, or a cell or attack that has no figures to refer to.
+
+    Example:
+        >>> file = {"axes": ["rate", "bits"], "rate": [{"name": "slow"}, {"name": "fast"}], "bits": [{"name": "8"}]}
+        >>> [cell.name for cell in expand(file, keys=(), joined=())]
+        ['slow 8', 'fast 8']
     """
     axes = {axis: tables_of(tables, axis) for axis in coerce(tables.get("axes", ["cell"]), Sequence[str], "axes")}
     _check_keys(tables, (*others, *GRID_KEYS, *axes, *keys), "the file")

@@ -40,6 +40,10 @@ def load(name: str) -> PaperTable:
 
     Raises:
         SpecError: there is none or if it has a mistake.
+
+    Example:
+        >>> load("spear").name
+        'spear'
     """
     if name not in names():
         raise SpecError(f"no paper table is called {name!r}; there are {', '.join(names())}")
@@ -145,7 +149,12 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str]) -> PaperTa
 
 
 def submitted(text: str) -> tuple[str, Table]:
-    """Parse the name and the settings of an attack from text: 'mine:sharper rate=0.1'."""
+    """Parse the name and the settings of an attack from text: 'mine:sharper rate=0.1'.
+
+    Example:
+        >>> submitted("mine:sharper rate=0.1")
+        ('sharper', {'use': 'mine:sharper', 'rate': 0.1})
+    """
     table = component_of(text, "--attack")
     return str(attack_name(table)), {key: value for key, value in table.items() if key != "name"}
 
@@ -159,6 +168,6 @@ def _attacked(cell: Setting, name: str, table: Table) -> Setting:
     spec.build()
     # nothing is known of what data a user's own module reconstructs
     own, others = (modalities_of(str(of.table["use"])) for of in (spec, like))
-    of_alike_data = spec.tells_members or not own or not others or any(modality in others for modality in own)
-    fits = spec.tells_members == like.tells_members and of_alike_data
+    of_alike_data = spec.tests_membership or not own or not others or any(modality in others for modality in own)
+    fits = spec.tests_membership == like.tests_membership and of_alike_data
     return replace(cell, attacks=(*cell.attacks, spec)) if fits else cell

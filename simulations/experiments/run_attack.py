@@ -116,7 +116,7 @@ def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
     """Mean scores of the first baseline, which reads no update and is given as much of the truth as the attack is."""
     if spec.is_limit:
         return {}
-    if spec.tells_members:
+    if spec.tests_membership:
         baseline = AttackSpec(LABELS_ALONE, {"use": "membership", "score": LABELS_ALONE}, Budget(1))
     else:
         use = next(iter(setup.auditor.modality.baselines.values()))

@@ -5,8 +5,9 @@ In an event, a number that is not finite is null; `exact` marks an infinite PSNR
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict
 from math import inf
 from pathlib import Path
 
@@ -14,61 +15,75 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import finite, in_unit, is_exact
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.outcomes import work_words
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.roles import attack_order, is_attack, role_of
 from fedgauge.server.views.strength import best_of, final_accuracy
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.live.log import Log, emit
-from fedgauge.simulations.live.progress import Clock, RunProgress
 
+EVERY = 1.0  # seconds between two readings of the ledger
 PLAIN_EVERY = 5.0  # seconds between plain lines
+Clock = Callable[[], float]  # seconds since any moment
 
 
 class View:
-    """View that shows nothing; note: what the run waits for."""
+    """View that shows nothing.
 
-    def __init__(self, run_progress: RunProgress) -> None:
-        self.run_progress = run_progress
-        self.note = ""
+    Args:
+        clock: for the time between two readings.
+
+    Attributes:
+        note: what the run waits for.
+    """
+
+    def __init__(self, reading: RunSnapshot, clock: Clock = time.monotonic) -> None:
+        self.reading, self.note = reading, ""
+        self._clock, self._started, self._read_at = clock, clock(), -inf
 
     @contextmanager
     def shown(self) -> Iterator["View"]:
         """Show while the run works."""
-        yield self
+        with closing(self.reading):
+            yield self
 
     def update(self) -> None:
         """Show the state of the run."""
-        self.run_progress.refresh()
+        self.refresh()
+
+    def refresh(self, force: bool = False) -> bool:
+        """Read changes, at most once a second unless forced; return True if there were any."""
+        if not force and self._clock() - self._read_at < EVERY:
+            return False
+        self._read_at, before = self._clock(), self.reading.version
+        with self.reading.now():
+            return self.reading.version != before
 
     def say(self, text: str) -> None:
         """Show a message next to the view."""
 
     @property
     def line(self) -> str:
-        """The state of the run, and the note."""
-        return "; ".join(filter(None, (progress_line(self.run_progress), self.note)))
+        """The state of the run, and the note, until its first round is recorded."""
+        waiting = self.note if not self.reading.rounds else ""
+        return "; ".join(filter(None, (progress_line(self.reading), waiting)))
 
 
 class Lines(View):
     """View with a plain line every few seconds after a change."""
 
-    def __init__(self, run_progress: RunProgress, clock: Clock = time.monotonic) -> None:
-        super().__init__(run_progress)
-        self._clock, self._started = clock, clock()
-        self._printed = -inf
-        self._last = ""
+    _printed, _last = -inf, ""
 
     @contextmanager
     def shown(self) -> Iterator[View]:
-        yield self
-        self._print(force=True)
+        with super().shown():
+            yield self
+            self._print(force=True)
 
     def update(self) -> None:
         if self._clock() - self._printed >= PLAIN_EVERY:
@@ -78,80 +93,64 @@ class Lines(View):
         print(text, file=sys.stderr, flush=True)
 
     def _print(self, force: bool = False) -> None:
-        self.run_progress.refresh(force)
+        self.refresh(force)
         self._printed = self._clock()
         if self.line != self._last:
             self._last = self.line
             self.say(f"[{self._clock() - self._started:5.0f} s] {self._last}")
 
 
-class LiveLine(View):
+class LiveLine(Lines):
     """View with one line that is kept up to date, and wiped at the end."""
 
-    def __init__(self, run_progress: RunProgress, console: Console) -> None:
-        super().__init__(run_progress)
+    def __init__(self, reading: RunSnapshot, console: Console, clock: Clock = time.monotonic) -> None:
+        super().__init__(reading, clock)
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
     @contextmanager
     def shown(self) -> Iterator[View]:
-        with self._live:
+        with closing(self.reading), self._live:
             yield self
 
     def update(self) -> None:
-        self.run_progress.refresh()
+        self.refresh()
         self._live.update(Text(printable(self.line), no_wrap=True, overflow="ellipsis"), refresh=True)
-
-    def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
 
 class Events(View):
     """View that emits started, round, scores, progress and replay."""
 
-    def __init__(self, run_progress: RunProgress, run: Run) -> None:
-        super().__init__(run_progress)
-        self.run = run
+    def __init__(self, reading: RunSnapshot) -> None:
+        super().__init__(reading)
         self._emitted: dict[object, object] = {}
 
     @contextmanager
     def shown(self) -> Iterator[View]:
-        protocol = self.run_progress.scenario.protocol
-        emit(
-            "started",
-            run=self.run.name,
-            folder=str(self.run.folder),
-            clients=protocol.clients,
-            rounds=protocol.rounds,
-            attacks=self.run_progress.attacks,
-        )
-        yield self
-        self._emit_changes(force=True)
+        run, tables = self.reading.run, self.reading.tables
+        attacks = list(self.reading.ledger.planned())
+        facts = {"clients": tables["clients"], "rounds": tables["rounds"], "attacks": attacks}
+        emit("started", run=run.name, folder=str(run.folder), **facts)
+        with super().shown():
+            yield self
+            self._emit_changes(force=True)
 
     def update(self) -> None:
         self._emit_changes()
 
     def _emit_changes(self, force: bool = False) -> None:
-        s = self.run_progress
-        if not s.refresh(force):
+        if not self.refresh(force):
             return
-        for number, row in sorted(s.rounds.items()):
+        r, jobs = self.reading, self.reading.jobs
+        for number, row in sorted(r.rounds.items()):
             tested = {key: finite(row[key]) for key in ("accuracy", "loss", "seconds")}
             self._once(number, "round", {"round": number, **tested})
-        for leak in s.leaks:
+        for leak in leaks_by_round(r):
             facts = {"round": leak.round, **_in_numbers(leak)}
             self._once((leak.attack, leak.round), "scores", facts)
-        p, jobs = s.progress, s.jobs
-        counts = {
-            "done": p.done,
-            "expected": jobs.expected,
-            "queued": p.queued,
-            "leased": p.leased,
-            "failed": p.failed,
-            "plan": s.plan_coverage.to_json(),
-        }
-        self._once("progress", "progress", counts, seconds_left=finite(jobs.seconds_left))
-        verdict, words = s.replay
-        if verdict:
+        counts = {"expected": jobs.expected, "plan": r.plan_coverage.to_json()}
+        self._once("progress", "progress", {**asdict(r.progress), **counts}, seconds_left=finite(jobs.seconds_left))
+        if verdict := r.meta.get("replay", ""):
+            words = " ".join(r.meta.get("replay_detail", "").split())
             self._once("replay", "replay", {"verdict": verdict, "words": words})
 
     def _once(self, key: object, event: str, facts: Mapping[str, object], **more: object) -> None:
@@ -161,30 +160,32 @@ class Events(View):
             emit(event, **facts, **more)
 
 
-def view_of(
-    run: Run, ledger: Ledger, scenario: Scenario, console: Console, log: Log = "auto", training: bool = True
-) -> View:
+def view_of(run: Run, console: Console, log: Log = "auto", scenario: Scenario | None = None) -> View:
     """Make a view; auto: a live line in a capable terminal, otherwise plain lines."""
-    run_progress = RunProgress(ledger, scenario, training)
+    reading = RunSnapshot(run, scenario)
     if log == "json":
-        return Events(run_progress, run)
+        return Events(reading)
     if log == "quiet":
-        return View(run_progress)
-    return (
-        LiveLine(run_progress, console) if console.is_terminal and not console.is_dumb_terminal else Lines(run_progress)
-    )
+        return View(reading)
+    return LiveLine(reading, console) if console.is_terminal and not console.is_dumb_terminal else Lines(reading)
 
 
-def progress_line(s: RunProgress) -> str:
+def leaks_by_round(reading: RunSnapshot) -> list[Leak]:
+    """Return the results of each name in each round; the attacks of a round come first."""
+    found = [leak for leak in reading.leakage(reading.scores.measure.metric) if leak.round is not None]
+    return sorted(found, key=lambda leak: (leak.round or 0, not is_attack(leak.attack), leak.attack))
+
+
+def progress_line(reading: RunSnapshot) -> str:
     """Write the state of a run on one line."""
-    jobs, parts = s.jobs, [f"round {s.round}/{s.scenario.protocol.rounds}"] if s.training else []
-    if s.training and (accuracy := final_accuracy(s.rounds)) is not None:
-        parts.append(f"accuracy {accuracy:.1%}")
+    jobs, by = reading.jobs, reading.scores.measure
+    parts = [f"round {max(reading.rounds, default=0)}/{reading.tables['rounds']}"]
+    if (accuracy := final_accuracy(reading.rounds)) is not None:
+        parts.append(f"{reading.scores.label_kind.utility} {accuracy:.1%}")
     parts += work_words(jobs)
-    if s.plan_coverage.words and not jobs.left:
-        parts.append(s.plan_coverage.words)
-    by = s.measure
-    leaks = [k for k in s.leakage(by.metric) if k.round is None and is_attack(k.attack)]
+    if not jobs.left and reading.plan_coverage.words:
+        parts.append(reading.plan_coverage.words)
+    leaks = [leak for name, leak in reading.pooled(by.metric).items() if is_attack(name)]
     best = by.leakiest((k.best for k in leaks if k.best is not None), float)
     if best is not None and (strongest := best_of(leaks, "attack")):
         parts.append(f"{by.name} best {in_unit(best, by)}, mean {in_unit(strongest.mean, by)} by {strongest.attack}")

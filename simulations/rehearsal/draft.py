@@ -10,13 +10,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tomli_w
+import torch
+from torch import nn
 
+from fedgauge.attacks.base import Observation
+from fedgauge.attacks.effort import attacks_by_effort
 from fedgauge.attacks.problem import Problem
 from fedgauge.client.components import SpecError
+from fedgauge.client.federation import Federation
 from fedgauge.client.local_data import read_npz
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.store.uploads import names_of
 from fedgauge.simulations.rehearsal.examples import Form
+from fedgauge.simulations.rehearsal.losses import Target, target_of
+from fedgauge.simulations.rehearsal.observer import OF_CLASSES
 
 OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
 SETTINGS = {"sgd": ("momentum", "nesterov"), "adam": ("betas", "eps"), "adamw": ("betas", "eps")}
@@ -104,8 +112,8 @@ class Observed:
 
 def check_attackable(
     draft: Draft, observed: Observed, first: Mapping[str, Any], arrays: Mapping[str, np.ndarray], form: Form | None
-) -> None:
-    """Refuse what no attack fits.
+) -> Target | None:
+    """Refuse what no attack fits; return what the loss compares, unless each word is learnt from those before it.
 
     Args:
         arrays: inputs x and labels y of a client.
@@ -131,11 +139,14 @@ def check_attackable(
     elif form.language and (kind := (form.language["adapter"] or {}).get("kind")):
         draft.refuse("adapter", f"is adapted by {kind}", "LoRA is attacked here", network)
     elif not form.next_token:
-        if y is None or y.ndim != 1 or not np.issubdtype(y.dtype, np.integer) or y.min(initial=0) < 0:
-            why = "no labels were seen" if y is None else f"labels are {y.dtype} of shape {y.shape[1:]}"
-            draft.refuse("labels", why, "attacks here need one class for each example")
-        elif len(first["output"]) != 2:
-            draft.refuse("output", f"returns {tuple(first['output'])}", "one logit for each class is needed", network)
+        if first["outside"]:
+            why = f"optimizers also train {first['outside']} parameters outside of it"
+            draft.refuse("networks", why, "let one module hold all that is trained, and call it", network)
+        elif isinstance(target := target_of(first, y), Problem):
+            draft.refuse(target.code, target.why, target.remedy, network)
+        else:
+            return target
+    return None
 
 
 def write_draft(
@@ -144,6 +155,7 @@ def write_draft(
     attacked: Sequence[str],
     public: Sequence[str],
     form: Form,
+    target: Target | None,
     rounds: int,
     files: Path,
     whole: bool,
@@ -153,6 +165,7 @@ def write_draft(
     Args:
         attacked: the attacked nodes.
         public: the nodes with examples that serve as public data.
+        target: what the loss compares; None: each word is learnt from those before it.
         files: folder for the public examples.
         whole: uploads are weights, so that passes without an optimizer are steps; otherwise their gradients are summed.
     """
@@ -160,12 +173,13 @@ def write_draft(
     n, epochs, reordered = _examples(observed.clients[attacked[0]])
     draft.add("", "as recorded", rounds=rounds, clients=len(observed.clients))
     draft.add("[data]", form.origin, **form.data)
-    _data(draft, [observed.clients[node][0] for node in public], n, form, files, len(observed.clients))
+    of_public = [observed.clients[node][0] for node in public]
+    _data(draft, of_public, n, form, target, files, len(observed.clients))
     draft.add("[data]", f"examples of client {int(attacked[0]) - 1} in a round", batch_size=n)
-    if not form.next_token:
-        draft.add("[data]", "outputs of the network", classes=first["output"][1])
+    if target is not None:
+        draft.add("[data]", "outputs of the network", classes=target.classes)
     draft.add("[model]", "the network's mode in training", mode=first["mode"])
-    _loss(draft, first["losses"], form)
+    _loss(draft, first, target)
     if form.language and form.language["adapter"]:
         draft.add("[[model.adapter]]", "peft's adapter", use="lora", **form.language["adapter"])
     elif first["frozen"]:
@@ -184,7 +198,8 @@ def write_draft(
         )
         passes = 1 if whole else len(first["sizes"])
         steps = [PLAIN | {"passes": passes}] * (len(first["sizes"]) // passes)
-    _training(draft, first["sizes"], steps, n, epochs, reordered)
+    scale = 1.0 if form.language or not first["steps"] else _scale(draft, first, steps[0]["passes"])
+    _training(draft, first["sizes"], steps, n, epochs, reordered, scale, first["proximal_mu"])
     draft.add("[audit]", "attacks that fit, in minutes", effort="quick", executor="local")
     if form.language and not form.language["tokenizer"]:
         draft.note("tokenizer", "the app's tokenizer was not found; reports show token ids as words")
@@ -208,46 +223,81 @@ def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
     return n, epochs, reordered
 
 
-def _data(draft: Draft, public: Sequence[Mapping[str, Any]], n: int, form: Form, files: Path, clients: int) -> None:
+def _data(
+    draft: Draft,
+    public: Sequence[Mapping[str, Any]],
+    n: int,
+    form: Form,
+    target: Target | None,
+    files: Path,
+    clients: int,
+) -> None:
     """Write the public examples, repeated as often as the shards need, and name them."""
     arrays = [read_npz(Path(facts["data"])) for facts in public]
     x = np.concatenate([form.stored(each["x"]) for each in arrays])
-    y = np.concatenate([each["y"] for each in arrays])
+    y = np.concatenate([each["y"] if target is None else target.labels(each["y"]) for each in arrays])
     kept = np.unique(x.reshape(len(x), -1), axis=0, return_index=True)[1]
     x, y = x[np.sort(kept)], y[np.sort(kept)]
     auxiliary = max(AT_LEAST, len(x))
     copies = math.ceil((auxiliary + clients * n) / len(x))
     path = files / "public.npz"
-    np.savez(path, x=np.tile(x, (copies, *[1] * (x.ndim - 1))), y=np.tile(y, copies), x_test=x, y_test=y)
+    np.savez(
+        path,
+        x=np.tile(x, (copies, *[1] * (x.ndim - 1))),
+        y=np.tile(y, (copies, *[1] * (y.ndim - 1))),
+        x_test=x,
+        y_test=y,
+    )
     draft.add(
         "[data]", f"examples of {len(public)} clients that are not attacked serve as public data",
         path=str(path), auxiliary=len(x) * copies - clients * n,
     )  # fmt: skip
 
 
-def _loss(draft: Draft, losses: Mapping[str, Mapping[str, Any]], form: Form) -> None:
-    """Name the loss, or say what is assumed in its place."""
-    if form.next_token:
+def _loss(draft: Draft, first: Mapping[str, Any], target: Target | None) -> None:
+    """Name the loss, and say what is left out of it."""
+    if target is None:
         draft.add("[loss]", "the network returns logits for each token", use="next_token")
-    options = {**losses.get("nll_loss", {}), **losses.get("cross_entropy", {})}
-    if not losses.keys() & {"cross_entropy", "nll_loss"}:
-        seen = ", ".join(losses) or "none of torch's losses"
-        draft.refuse("loss", f"clients minimise {seen}", "name a loss of (logits, labels) as [loss] use")
         return
-    if others := losses.keys() - {"cross_entropy", "nll_loss"}:
+    draft.add("[loss]", f"the loss that clients minimise: {target.name}", **target.loss)
+    if others := first["losses"].keys() - {target.name, *OF_CLASSES}:
         draft.note("loss", f"clients also compute {', '.join(sorted(others))}")
-    if options.get("weight") is not None:
-        draft.note("loss", "classes are weighted; the draft takes equal weights, which are the same for one example")
-    if options.get("reduction", "mean") != "mean":
-        draft.note("loss", f"the loss is a {options['reduction']}; the draft takes the mean")
-    if smoothing := options.get("label_smoothing"):
-        draft.add("[loss]", "cross_entropy's arguments", use="cross_entropy", label_smoothing=smoothing)
+    if target.left_out:
+        draft.note("loss", f"{target.name} has {', '.join(target.left_out)}, which the draft leaves out")
+
+
+def _scale(draft: Draft, first: Mapping[str, Any], passes: int) -> float | None:
+    """Return what multiplies the mean loss of a step, such as the examples where clients minimise a sum; None if it varies."""
+    scales, mu = first["scales"], first["proximal_mu"]
+    if not scales:
+        return 1.0
+    if np.allclose(scales, scales[0], rtol=1e-4):
+        return 1.0 if math.isclose(scales[0] * passes, 1, rel_tol=1e-4) else scales[0] * passes
+    if mu:
+        draft.note("loss", "a term is added to the loss; the draft takes FedProx's, with the server's mu")
+        return None
+    draft.note(
+        "loss", "a term is added to the loss, such as a penalty, or batches weigh differently; the draft leaves it out"
+    )
+    return 1.0
 
 
 def _training(
-    draft: Draft, sizes: Sequence[int], steps: Sequence[Mapping[str, Any]], n: int, epochs: int, reordered: bool
+    draft: Draft,
+    sizes: Sequence[int],
+    steps: Sequence[Mapping[str, Any]],
+    n: int,
+    epochs: int,
+    reordered: bool,
+    scale: float | None,
+    mu: float | None,
 ) -> None:
-    """Name the optimizer, its settings and steps."""
+    """Name the optimizer, its settings and steps.
+
+    Args:
+        scale: the multiple of the loss that clients minimise; the settings give equal steps on the loss itself. None: FedProx's
+            term is added, with the weight mu.
+    """
     group = steps[0]["groups"][0]
     name = OPTIMIZERS.get(steps[0]["optimizer"])
     if name is None:
@@ -258,13 +308,21 @@ def _training(
     if odd := [key for key in UNSUPPORTED if group.get(key)]:
         draft.note("optimizer", f"{steps[0]['optimizer']} has {', '.join(odd)}, which the draft leaves out")
     values: dict[str, Any] = {"use": "local_training", "rate": float(group["lr"])}
+    if scale is None:
+        values["proximal_mu"], scale = mu, 1.0
+    if scale != 1:
+        draft.note(
+            "scale", f"clients minimise {scale:.4g} times the mean loss, which is written into the optimizer's settings"
+        )
     if name != "sgd":
         values["optimizer"] = name
     defaults = {"momentum": 0, "nesterov": False, "betas": [0.9, 0.999], "eps": 1e-8}
     values |= {k: group[k] for k in SETTINGS[name] if k in group and group[k] != defaults[k]}
     if group.get("weight_decay"):
         values["weight_decay"] = float(group["weight_decay"])
-    accumulate = steps[0]["passes"]
+    if scale != 1:
+        _rescale(values, scale)
+    accumulate = max(1, steps[0]["passes"])
     if accumulate > 1:
         values["accumulate"] = accumulate
     if max(sizes) < n:
@@ -276,9 +334,19 @@ def _training(
     )
     values |= {"epochs": epochs} if whole else {"steps": len(steps)}
     if steps[0]["max_norm"] is not None:
-        values["max_norm"] = steps[0]["max_norm"]
+        values["max_norm"] = steps[0]["max_norm"] / scale
     values |= _schedule(draft, [step["groups"][0]["lr"] for step in steps])
     draft.add("[[chain]]", f"{steps[0]['optimizer']}, {len(steps)} steps of {max(sizes)} examples", **values)
+
+
+def _rescale(values: dict[str, Any], scale: float) -> None:
+    """Let an optimizer make of the mean loss's gradient what it makes of this multiple."""
+    if values.get("optimizer") is None:
+        values["rate"] *= scale
+    else:
+        values["eps"] = values.get("eps", 1e-8) / scale
+    if values.get("optimizer") != "adamw" and "weight_decay" in values:
+        values["weight_decay"] /= scale
 
 
 def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, Any]:
@@ -314,6 +382,9 @@ def with_network(draft: Draft, first: Mapping[str, Any], form: Form) -> Scenario
             draft.lines = trial.lines
             return scenario
         reasons.append(f"{network['use']} builds another network")
+    if reasons and (code := next((key for key in ("data", "loss", "chain") if f"[{key}]" in reasons[0]), "")):
+        draft.refuse(code, reasons[0], "")
+        return None
     why = f" ({reasons[0]})" if reasons else ""
     remedy = "let a function of the app without arguments return it"
     draft.refuse("network", f"cannot be built again{why}", remedy, first["network"])
@@ -335,10 +406,41 @@ def _networks(first: Mapping[str, Any], form: Form) -> list[tuple[dict[str, Any]
     return found
 
 
-def attack_once(draft: Draft, client: int, round: int, origin: str) -> None:
-    """Attack one update instead of all."""
-    draft.replace("[audit]", "clients", [client])
+def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -> None:
+    """Attack one round's updates of some clients."""
+    draft.replace("[audit]", "clients", list(clients))
     draft.add("[audit]", origin, rounds=[round])
+
+
+def cut_searches(draft: Draft, federation: Federation, iterations: int) -> None:
+    """Name the quick attacks, with fewer iterations of each search."""
+    draft.lines = [line for line in draft.lines if line[:2] != ("[audit]", "effort")]
+    for table in attacks_by_effort("quick", federation):
+        fewer = {"iterations": iterations} if "iterations" in table else {}
+        draft.add("[[attack]]", 'the attacks of effort = "quick"', **{**table, **fewer})
+
+
+def say_what_differs(
+    draft: Draft, came: Observation, reported: int | None, facts: Mapping[str, Any], model: nn.Module
+) -> None:
+    """Note other names of the uploaded arrays than the network's, double precision, and batches reported as examples.
+
+    Args:
+        reported: the client's number of examples.
+        facts: of its training.
+    """
+    names = {name: own for name, own in names_of(came.update, model).items() if name != own}
+    if names and not all(name.isdecimal() for name in names):
+        name, own = next(iter(names.items()))
+        draft.note(
+            "names", f"uploads call {own} {name}; {len(names)} of {len(came.update)} arrays are read by other names"
+        )
+    if double := [name for name, p in model.named_parameters() if p.dtype == torch.float64]:
+        draft.note("precision", f"{', '.join(double[:3])} are float64, as in the app")
+    if reported is not None and reported == len(facts["sizes"]) < sum(facts["sizes"]):
+        draft.note(
+            "examples", f"clients report {reported} examples, which are batches of {sum(facts['sizes'])} examples"
+        )
 
 
 def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, files: Path) -> None:
@@ -349,7 +451,7 @@ def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, fi
     """
     draft.add("[[chain]]", "layers that are trained and never uploaded", use="private_layers", layers=list(layers))
     draft.add("[model]", "the first client's values of these layers", weights=str(files / WEIGHTS))
-    attack_once(draft, client, round, "the first training")
+    attack_some(draft, [client], round, "the first training")
     why = f"clients train {', '.join(layers[:3])} and do not upload them"
     draft.note(
         "private", why, f"only client {client}'s update of round {round} starts from known values and is attacked"

@@ -1,4 +1,4 @@
-"""Observed inputs as a scenario's examples: rows of numbers, images, sentences."""
+"""Observed inputs as a scenario's examples: rows of numbers, images, other arrays, sentences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,16 +27,12 @@ class Form:
     next_token: bool = False
 
     def examples(self, x: np.ndarray) -> np.ndarray:
-        """Return examples as an audit has them: rows (N, F)."""
+        """Return examples as the truth has them: rows (N, F), arrays (N, ...)."""
         return x.astype(np.float32)
 
     def stored(self, x: np.ndarray) -> np.ndarray:
         """Return examples as the archive of public data has them."""
         return self.examples(x)
-
-    def labels(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Return the labels of examples x."""
-        return y
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,9 @@ class Sentences(Form):
         room = ((0, 0), (0, self.length - x.shape[1]))
         return np.pad(x.astype(np.int64), room, constant_values=self._pad)
 
-    def labels(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return targets(torch.from_numpy(x), self._pad).numpy() if self.next_token else y
+    def labels(self, x: np.ndarray) -> np.ndarray:
+        """Return the words that are learnt."""
+        return targets(torch.from_numpy(x), self._pad).numpy()
 
     @property
     def _pad(self) -> int:
@@ -76,6 +73,8 @@ def form_of(
     output: Sequence[int],
 ) -> Form | None:
     """Return the form of observed inputs; None if no attack fits it.
+
+    Images with a mask for each are arrays: the archives of images have no masks.
 
     Args:
         normalised: mean and std of the app's Normalize.
@@ -94,7 +93,9 @@ def form_of(
         return None
     if kinds == {(2, True)}:
         return Form({"use": "rows"}, "inputs are vectors of numbers")
-    return _images(arrays, normalised) if kinds == {(4, True)} and arrays[0].shape[1] in (1, 3) else None
+    if kinds == {(4, True)} and arrays[0].shape[1] in (1, 3) and len(output) == 2:
+        return _images(arrays, normalised)
+    return Form({"use": "arrays"}, "inputs are arrays of numbers") if all(floats for _, floats in kinds) else None
 
 
 def _images(arrays: Sequence[np.ndarray], normalised: Sequence[Sequence[float]] | None) -> Images:

@@ -5,6 +5,7 @@ optimizers. The app computes the same.
 """
 
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 MOST_BYTES = 1 << 28  # of the inputs kept for one client and round
@@ -29,6 +30,7 @@ LOSSES = {
         "cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss",
     )
 }  # fmt: skip
+OF_CLASSES = ("cross_entropy", "nll_loss")
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels", "num_items_in_batch"}
 WRAPPERS = ("_module", "module", "_orig_mod")  # where Opacus, data parallelism and torch.compile keep the network
 DROPOUT = nn.modules.dropout._DropoutNd
@@ -62,8 +64,10 @@ class Training:
         x, y: inputs and labels of each pass.
         output: shape of the network's output.
         losses: name and options of each loss that was computed from a pass.
+        scales: of each backward pass, the value that was minimised by the loss that was computed from it.
         dp: noise multiplier, clipping norm and expected batch size of Opacus' optimizer.
         start: the network's state before the first pass, of the process's first training.
+        proximal_mu: the weight of FedProx's term, if the server sends one.
         pad: the token id at positions that an attention mask hides.
         notes: what a scenario cannot express, by code.
     """
@@ -73,6 +77,7 @@ class Training:
     y: list[Tensor | None] = field(default_factory=list)
     output: tuple[int, ...] = ()
     losses: dict[str, dict[str, Any]] = field(default_factory=dict)
+    scales: list[float] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     trained: set[int] = field(default_factory=set)
     built: list[Built] = field(default_factory=list)
@@ -80,11 +85,14 @@ class Training:
     normalised: tuple[list[float], list[float]] | None = None
     dp: dict[str, float] | None = None
     start: dict[str, Tensor] | None = None
+    proximal_mu: float | None = None
     pad: int | None = None
     notes: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
     depth: int = 0
     max_norm: float | None = None
+    means: list[float] = field(default_factory=list)  # of the losses since the last backward pass
+    factor: float = 1.0  # of a gradient scaler
 
     def enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a call of a module that no other module called."""
@@ -143,19 +151,37 @@ class Training:
     def leaves(self, module: nn.Module, result: object) -> None:
         """Note the output of the network."""
         result = getattr(result, "logits", result)  # as Hugging Face's networks return them
-        if module is self.network and isinstance(result, Tensor):
+        if module is not self.network:
+            return
+        if isinstance(result, Tensor):
             self.output = tuple(result.shape)
+        else:
+            many = len(result) if isinstance(result, Sequence | Mapping) else 1
+            self.notes["output"] = f"returns a {type(result).__name__} of {many} parts"
 
-    def computes(self, name: str, call: inspect.BoundArguments) -> None:
+    def computes(self, name: str, call: inspect.BoundArguments, value: object) -> None:
         """Note a loss: its target belongs to the last pass."""
         options = {k: v for k, v in call.arguments.items() if k not in ("input", "target", "size_average", "reduce")}
         self.losses[name] = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in options.items()}
-        target = call.arguments.get("target")
-        if self.y and self.y[-1] is None and isinstance(target, Tensor):
+        of, target = call.arguments.get("input"), call.arguments.get("target")
+        if not isinstance(of, Tensor) or not isinstance(target, Tensor) or not isinstance(value, Tensor):
+            return
+        if self.output and of.numel() != math.prod(self.output):
+            seen, output = tuple(of.shape), tuple(self.output)
+            self.notes["values"] = f"returns shape {output}, and {name} reads values of shape {seen}"
+        if self.y and self.y[-1] is None:
             self.y[-1] = target.detach().clone()
+        terms = 1 if options.get("reduction", "mean") == "mean" else len(of) if name in OF_CLASSES else of.numel()
+        self.means.append(float(value.detach().sum()) / terms)
+
+    def goes_back(self, value: Tensor) -> None:
+        """Note a backward pass from a value."""
+        if len(self.means) == 1 and self.means[0] and value.numel() == 1:
+            self.scales.append(float(value.detach()) / self.means[0] / self.factor)
+        self.means = []
 
     def steps_by(self, optimizer: Optimizer) -> None:
-        """Note a step of an optimizer."""
+        """Note a step of an optimizer, after it: some pass data through the network within the step."""
         groups = [
             {k: v for k, v in group.items() if isinstance(v, bool | int | float | tuple | list) and k != "params"}
             for group in optimizer.param_groups
@@ -190,16 +216,17 @@ class Observer:
         self._now: Training | None = None
         self._trained = False
         nn.Module.__call__ = self._watched(nn.Module.__call__)  # type: ignore[method-assign]
-        register_optimizer_step_pre_hook(self._step)
+        register_optimizer_step_post_hook(self._step)
         for place in (nn.utils, nn.utils.clip_grad):
-            place.clip_grad_norm_ = self._clipped(place.clip_grad_norm_)  # type: ignore[attr-defined]
+            self._before(place, "clip_grad_norm_", _clips)
+            self._before(place, "clip_grad_value_", _clips_values)
+        self._before(torch.amp.GradScaler, "scale", _scales)
 
     @contextmanager
     def training(self) -> Iterator[Training]:
         """Observe one client in one round."""
         self._now = now = Training(start=None if self._trained else {})
         self._trained = True
-        _watch_opacus(self)
         factories = _Factories()
         before = sys.getprofile()
         sys.setprofile(factories)
@@ -224,6 +251,7 @@ class Observer:
                     now.enters(module, args, kwargs)
                     if now.network is not None and sys.getprofile() is not None:
                         sys.setprofile(None)  # the network is built: the rest runs at full speed
+                        _watch_opacus(self)  # which the app may have imported only now
                 result = call(module, *args, **kwargs)
                 if now.depth == 1:
                     now.leaves(module, result)
@@ -237,14 +265,38 @@ class Observer:
         if self._now is not None:
             self._now.steps_by(optimizer)
 
-    def _clipped(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(clip)
-        def clipped(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            if self._now is not None:
-                self._now.max_norm = float(max_norm)
-            return clip(parameters, max_norm, *args, **kwargs)
+    def _before(self, place: Any, name: str, note: Callable[..., None]) -> None:
+        """Note the arguments of each call of a function."""
+        function = getattr(place, name)
 
-        return clipped
+        @wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._now is not None:
+                note(self._now, *args, **kwargs)
+            return function(*args, **kwargs)
+
+        setattr(place, name, watched)
+
+
+def _clips(now: Training, parameters: object, max_norm: float, *args: object, **kwargs: object) -> None:
+    now.max_norm = float(max_norm)
+
+
+def _clips_values(now: Training, *args: object, **kwargs: object) -> None:
+    now.notes["clipping"] = "gradients are clipped by value; the draft leaves it out"
+
+
+def _scales(now: Training, scaler: torch.amp.GradScaler, *args: object, **kwargs: object) -> None:
+    now.factor = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+
+
+def _steps_privately(now: Training, optimizer: Any, *args: object, **kwargs: object) -> None:
+    norm = optimizer.max_grad_norm
+    now.dp = {
+        "noise_multiplier": float(optimizer.noise_multiplier),
+        "max_norm": float(norm) if isinstance(norm, int | float) else float("nan"),
+        "examples": float(optimizer.expected_batch_size or 0),
+    }
 
 
 class _Losses(TorchFunctionMode):
@@ -257,9 +309,13 @@ class _Losses(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            self._now.goes_back(args[0])
+        value = func(*args, **kwargs)
         if func in LOSSES and torch.is_grad_enabled():
-            self._now.computes(LOSSES[func], inspect.signature(func).bind(*args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+            self._now.computes(LOSSES[func], inspect.signature(func).bind(*args, **kwargs), value)
+        return value
 
 
 class _Factories:
@@ -282,13 +338,12 @@ class _Factories:
                 self._found.append((module, Built(kind.__module__, kind.__qualname__, _given(frame, 1))))
 
     def of(self, network: nn.Module) -> list[Built]:
-        """Return the calls that built this network, the app's own functions before classes."""
+        """Return the calls that built this network, the app's own functions before classes; its class if it was built earlier."""
+        kind = type(network)
+        calls = [built for module, built in reversed(self._found) if module is network]
+        calls += [] if "." in kind.__qualname__ else [Built(kind.__module__, kind.__qualname__, {})]
         others = ("torch", "fedgauge")  # a Sequential has no arguments that a scenario could write
-        return [
-            built
-            for module, built in reversed(self._found)
-            if module is network and built.module.partition(".")[0] not in others
-        ]
+        return [built for built in calls if built.module.partition(".")[0] not in others]
 
 
 def _given(frame: types.FrameType, first: int) -> dict[str, Any]:
@@ -307,17 +362,5 @@ def _watch_opacus(observer: Observer) -> None:
     kind = getattr(module, "DPOptimizer", None)
     if kind is None or hasattr(kind, "_fedgauge"):
         return
-    step = kind.step
-
-    @wraps(step)
-    def watched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if (now := observer._now) is not None:
-            norm = optimizer.max_grad_norm
-            now.dp = {
-                "noise_multiplier": float(optimizer.noise_multiplier),
-                "max_norm": float(norm) if isinstance(norm, int | float) else float("nan"),
-                "examples": float(optimizer.expected_batch_size or 0),
-            }
-        return step(optimizer, *args, **kwargs)
-
-    kind.step, kind._fedgauge = watched, True
+    observer._before(kind, "step", _steps_privately)
+    kind._fedgauge = True

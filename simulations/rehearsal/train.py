@@ -23,7 +23,7 @@ from fedgauge.server.app_recorder import AppRecorder
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import WEIGHTS, Run
 from fedgauge.server.tap import tapped
-from fedgauge.simulations.rehearsal.flower_app import AppGrid, FlowerApp, blamed
+from fedgauge.simulations.rehearsal.flower_app import AppGrid, FlowerApp, blamed, mirror
 from fedgauge.simulations.rehearsal.language import save_language
 from fedgauge.simulations.rehearsal.observer import Observer, Training, unwrapped
 from fedgauge.simulations.run.in_memory import flower
@@ -34,18 +34,17 @@ FRAMEWORKS = ("sklearn", "xgboost", "catboost", "lightgbm", "tensorflow", "jax",
 
 def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Run the app, and return what was observed, or the error that kept it from training."""
-    folder, sys.dont_write_bytecode = Path(plan["folder"]), True
+    folder, sys.dont_write_bytecode = Path.cwd(), True
+    mirror(Path(plan["folder"]), folder)
     app = FlowerApp.read(folder, plan["settings"])
-    for entry in folder.iterdir():  # the app finds its files in the working directory, and leaves new ones in ours
-        (Path.cwd() / entry.name).symlink_to(entry)
     observer = Observer()
     sys.argv = [str(folder)]
     try:
         server, client = app.part(app.server), app.part(app.client)
     except BaseException as error:
         return {"error": f"the app cannot be imported: {blamed(error, folder)}"}
-    grid = AppGrid(client, app.config, plan["clients"], observer, app.clients)
-    recorder = AppRecorder(run, {}, folder, ())
+    grid = AppGrid(client, app.config, plan["clients"], observer, app.clients, folder)
+    recorder = AppRecorder(run, {}, Path(plan["folder"]), ())
     try:
         with flower(), recorder.training():
             server(tapped(grid, recorder), Context(1, 0, {}, RecordDict(), dict(app.config)))
@@ -71,6 +70,10 @@ def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, nam
         "network": None if network is None else type(network).__name__,
         "output": seen.output,
         "losses": seen.losses,
+        "scales": seen.scales,
+        "proximal_mu": seen.proximal_mu,
+        "outside": 0,
+        "reconstructs": False,
         "steps": [asdict(step) for step in seen.steps],
         "built": [asdict(built) for built in seen.built],
         "normalised": seen.normalised,
@@ -82,6 +85,7 @@ def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, nam
         facts["parameters"] = {name: list(p.shape) for name, p in network.named_parameters()}
         trains = {id(p) for p in network.parameters() if p.requires_grad}
         if seen.steps:
+            facts["outside"] = len(seen.trained - {id(p) for p in network.parameters()})
             trains &= seen.trained
         facts["frozen"] = [name for name, p in network.named_parameters() if id(p) not in trains]
         if seen.start and language is None:  # of some layers the values may never travel
@@ -96,8 +100,10 @@ def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, nam
             labels = [x[:, 0] for x in seen.x]
     if seen.x and _alike(seen.x):
         y = torch.cat(labels) if len(labels) == len(seen.x) and _alike(labels) else torch.zeros(0)
+        x = torch.cat(seen.x)
+        facts["reconstructs"] = y.numel() == x.numel() and torch.equal(y.flatten(), x.flatten())
         folder.mkdir(exist_ok=True, mode=0o700)
-        np.savez(folder / name, x=torch.cat(seen.x).numpy(force=True), y=y.numpy(force=True))
+        np.savez(folder / name, x=x.numpy(force=True), y=y.numpy(force=True))
         facts["data"] = str(folder / name)
     return facts
 

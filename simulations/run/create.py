@@ -22,7 +22,7 @@ from fedgauge.attacks.source import NO_TRUTH
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC
+from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC, OWN
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.uploads import REPLIES, Replies, replies_of
@@ -58,9 +58,9 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
     _keep_environment(run)
     with run.ledger() as ledger:
         main = modality_of(scenario.federation.shards.dataset).main
-        ledger.set_meta(rounds=str(scenario.protocol.rounds), **{MAIN_METRIC: main.metric})
+        ledger.set_meta(rounds=str(scenario.protocol.rounds), **{MAIN_METRIC: main.key})
         if mode == DEPLOYMENT:
-            ledger.set_meta(mode=mode)
+            ledger.set_meta(mode=mode, **{OWN: "1"})
         if scenario.audit.curious:
             enter_attacks(ledger, scenario, scenario.plan)
     return run
@@ -79,7 +79,7 @@ def prepare_app(run: Run, ledger: Ledger, scenario: Scenario) -> Replies:
     check_deployable(scenario)
     if not (run.folder / "environment.json").exists():
         _keep_environment(run)
-    ledger.set_meta(**{MAIN_METRIC: modality_of(scenario.federation.shards.dataset).main.metric})
+    ledger.set_meta(**{MAIN_METRIC: modality_of(scenario.federation.shards.dataset).main.key})
     if scenario.tape.replies != "auto":
         ledger.set_meta(**{REPLIES: scenario.tape.replies})
     return replies_of(run, ledger)
@@ -169,7 +169,7 @@ def check_deployable(scenario: Scenario) -> None:
 
 
 def enter_attacks(ledger: Ledger, scenario: Scenario, plan: AttackPlan) -> dict[str, str]:
-    """Enter a plan's attacks into a run's ledger; returns their knowledge cards."""
+    """Enter a plan's attacks into a run's ledger; returns their threat-model cards."""
     mode = ledger.meta().get("mode", "simulation")
     known = cards(scenario, plan, mode)
     flat = [planned.name for planned in plan.attacks if cannot_move(scenario.federation, planned)]
@@ -178,7 +178,7 @@ def enter_attacks(ledger: Ledger, scenario: Scenario, plan: AttackPlan) -> dict[
 
 
 def cards(scenario: Scenario, plan: AttackPlan, mode: str = "simulation") -> dict[str, str]:
-    """The knowledge card of each attack of a plan; of a deployment's attacks with what is assumed of the clients."""
+    """The threat-model card of each attack of a plan; of a deployment's attacks with what is assumed of the clients."""
     texts = {
         planned.name: knowledge_card(scenario.federation, planned, server=scenario.server) for planned in plan.attacks
     }

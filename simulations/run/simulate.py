@@ -61,7 +61,7 @@ def simulate(
     """
     with (
         run.ledger() as ledger,
-        view_of(run, ledger, scenario, console, log).shown() as view,
+        view_of(run, console, log, scenario).shown() as view,
         closing(AuditSupervisor(run, view, interrupt)) as supervisor,
     ):
         try:
@@ -96,7 +96,6 @@ def _train(run: Run, ledger: Ledger, supervisor: "AuditSupervisor", interrupt: I
         interrupt.asked = True
         raise
     finally:
-        supervisor.view.run_progress.coming = False
         ledger.set_meta(state="interrupted" if interrupt.asked and state == "failed" else state)
 
 
@@ -109,8 +108,6 @@ class AuditSupervisor:
 
     def poll(self) -> bool:
         """Update the view; returns whether the service works."""
-        if self.view.note and self.view.run_progress.rounds:
-            self.view.note = ""
         self.view.update()
         return self.service is not None and self.service.status() is None
 
@@ -120,7 +117,7 @@ class AuditSupervisor:
         while self.poll():
             if self.interrupt.asked and not parked and self.service is not None:
                 parked = True
-                if self.view.run_progress.ledger.progress().leased:
+                if self.view.reading.ledger.progress().leased:
                     self.view.say("fedgauge: attacks in flight are finished first (Ctrl-C again: at once)")
                 self.service.park()
             time.sleep(POLL)

@@ -115,5 +115,5 @@ def test_statistics_are_estimated_from_auxiliary_batches(scenario: Scenario) -> 
     expected = sum(float((own[k] - t).norm()) for k, t in means.items())
     assert float(prior(known.normalise(batches[0].x))) == pytest.approx(expected, rel=1e-4)
     few = public_knowledge(fed, Batch(known.auxiliary.x[:2], known.auxiliary.y[:2]))
-    with pytest.raises(ValueError, match="at least 3"):
+    with pytest.raises(ValueError, match="3"):
         batch_statistics(1.0, of="auxiliary").bind(few, params)

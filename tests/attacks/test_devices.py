@@ -52,9 +52,9 @@ def test_the_device_refuses_to_mix() -> None:
             lambda: here[there.long()],
             lambda: there.copy_(here) @ here,
         ):
-            with pytest.raises(RuntimeError, match="expected|cannot be indexed"):
+            with pytest.raises(RuntimeError, match="expected|indexed"):
                 wrong()
-        with pytest.raises(TypeError, match="copy it to the CPU first"):
+        with pytest.raises(TypeError, match="CPU"):
             there.numpy()
         assert torch.equal(there.cpu() + here, 2 * here)
 

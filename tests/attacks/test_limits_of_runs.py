@@ -194,7 +194,7 @@ def test_missing_limits_have_a_reason(make_federation: Make) -> None:
     with pytest.raises(ValueError, match="auxiliary"):
         bayes_limit(replace(known, auxiliary=None), params, public_priors(fed.shards), seeded("run"))
     forgetful = replace(known, model=nn.Sequential(nn.Dropout(0.5), fed.model))
-    with pytest.raises(ValueError, match="'0' draws"):
+    with pytest.raises(ValueError, match="draws"):
         bayes_limit(forgetful, params, public_priors(fed.shards), seeded("run"))
 
 

@@ -73,6 +73,19 @@ def huber(output: Tensor, y: Tensor) -> Tensor:
     return F.huber_loss(output.squeeze(-1), y, delta=200.0)
 
 
+def focal(logits: Tensor, y: Tensor) -> Tensor:
+    p = logits.softmax(-1).gather(1, y[:, None])[:, 0]
+    return (-((1 - p) ** 2) * p.log()).mean()
+
+
+def weighted(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y, weight=torch.linspace(0.3, 3, 10).to(logits))
+
+
+def total(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y, reduction="sum")
+
+
 def broadcast(output: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(output, y.double())
 
@@ -156,6 +169,20 @@ def test_the_number_of_one_example_is_restored_from_the_residual(houses: dict[st
     assert guess is not None and kind.scores(truth[:, 0], guess.expand(8))["label_error"] > 0.5
 
 
+@pytest.mark.parametrize("loss", ["squared", "huber", "bce_of_logits"])
+def test_batches_with_numbers_or_findings_are_read_exactly_with_a_proof(houses: dict[str, Any], loss: str) -> None:
+    several = loss == "bce_of_logits"
+    data = {"use": f"{HERE}:findings"} if several else houses
+    fed = built(data, {"use": "dense", "outputs": 5 if several else 1}, loss, batch_size=3, rate=1e-3)
+    source = FederationSource(fed)
+    (result,) = Auditor(source).audit(
+        PlannedAttack.from_table({"use": "spear", "iterations": 20}, "x"), source.wave((0,))
+    )
+    assert result.reconstruction.status == "converged" and result.reconstruction.y is not None
+    (score,) = fed.label_kind.scores(source.truth(0, 1).y, result.reconstruction.y).values()
+    assert score == 1 if several else score < 1e-3
+
+
 def test_a_number_that_the_derivative_does_not_determine_is_not_claimed(houses: dict[str, Any]) -> None:
     with pytest.raises(NotRestored):
         restored(built(houses, {"use": "dense", "outputs": 1}, "saturated", rate=1e-3))
@@ -176,8 +203,24 @@ def test_an_autoencoder_has_no_label_and_its_input_is_read_exactly() -> None:
         assert rows["psnr"] > 60 and "label_accuracy" not in rows
 
 
-def test_findings_of_several_examples_are_optimised_and_scored_beside_a_guess() -> None:
-    fed = built({"use": f"{HERE}:findings"}, {"use": "dense"}, "binary_cross_entropy", batch_size=2)
+@pytest.mark.parametrize("loss", ["binary_cross_entropy", "bce_of_columns"])
+def test_the_findings_of_fewer_examples_than_findings_are_restored(loss: str) -> None:
+    model = {"use": "dense", "sigmoid": loss == "bce_of_columns"}
+    fed = built({"use": f"{HERE}:findings"}, model, loss, batch_size=3)
+    found, truth = restored(fed)
+    scores = [fed.label_kind.scores(y, guess)["label_f1"] for y, guess in zip(truth, found, strict=True)]
+    assert sum(scores) / 8 > 0.9
+
+
+@pytest.mark.parametrize("loss", ["focal", "weighted", "total"])
+def test_classes_of_several_examples_are_restored_under_other_losses(loss: str) -> None:
+    found, truth = restored(built({"use": "mnist5k"}, {"use": "dense", "outputs": 10}, loss, batch_size=8))
+    rights = [LabelKind().scores(y, guess)["label_accuracy"] for y, guess in zip(truth, found, strict=True)]
+    assert sum(rights) / 8 > 0.9
+
+
+def test_findings_of_as_many_examples_are_optimised_and_scored_next_to_a_guess() -> None:
+    fed = built({"use": f"{HERE}:findings"}, {"use": "dense"}, "binary_cross_entropy", batch_size=5)
     with pytest.raises(NotRestored):
         restored(fed)
     source = FederationSource(fed)
@@ -186,7 +229,7 @@ def test_findings_of_several_examples_are_optimised_and_scored_beside_a_guess() 
         results = Auditor(source).audit(PlannedAttack.from_table(table, "x"), source.wave((0, 1)))
         assert {r.reconstruction.status for r in results} == {"converged"}
         scores.append(sum(r.value for result in results for r in result.rows if r.metric == "label_f1" and r.value) / 2)
-    assert scores[0] > scores[1] + 0.1
+    assert scores[0] > scores[1]
 
 
 def test_given_findings_are_sorted_so_that_their_order_tells_nothing() -> None:

@@ -1,7 +1,7 @@
 """ATS: each operation against the PIL call of the published code, and what clients and attackers see of a policy."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -135,13 +135,12 @@ def transformed(link: ats, x: Tensor, seed: int = 0) -> Tensor:
 def test_every_image_gets_every_operation_in_order_with_signs_of_its_own() -> None:
     """Which of the eight results an image gets is drawn evenly; nothing else can come out."""
     link = ats("7-4-15", SHAPE)
-    assert len(link.draws) == 8
     one = pictures(1)
     found = transformed(link, one.expand(400, -1, -1, -1))
     counts = []
-    for numbers, signs in link.draws:
+    for signs in product([True, False], repeat=3):
         expected = one
-        for number, plus in zip(numbers, signs, strict=True):
+        for number, plus in zip((7, 4, 15), signs, strict=True):
             expected = apply_operation(number, expected, torch.tensor([plus]))
         counts.append(int((found == expected).flatten(1).all(1).sum()))
     assert sum(counts) == 400
@@ -221,61 +220,17 @@ def test_after_local_training_images_are_made_once_a_round_and_before_it_in_ever
     assert torch.equal(made[2], made[3])
 
 
-def test_the_attackers_form_leaves_the_images_or_inverts_through_one_draw() -> None:
-    link = ats("7-4-15+0", SHAPE)
-    assert link.draws[-1] == ((0,), (True,))
-    images: list[Tensor] = []
-
-    def watched(params: Any, batch: Batch, rng: Generator | None) -> dict[str, Tensor]:
-        images.append(batch.x)
-        return {}
-
-    x = pictures()
-    for form in (link, *(replace(link, invert_through=i) for i in range(len(link.draws)))):
-        form.mean(watched)({}, Batch(x, torch.arange(2)), None)
-    assert len(images) == 1 + len(link.draws) == 10
-    assert torch.equal(images[0], x)
-    for found, (numbers, signs) in zip(images[1:], link.draws, strict=True):
-        expected = x
-        for number, plus in zip(numbers, signs, strict=True):
-            expected = apply_operation(number, expected, torch.tensor([plus, plus]))
-        assert torch.equal(found, expected)
-
-
-def test_what_has_no_derivative_is_left_out_of_the_inversion() -> None:
-    x = pictures().requires_grad_()
-    made = []
-    ats("9-11-15", SHAPE, invert_through=0).mean(lambda p, b, r: made.append(b.x) or {})(
-        {}, Batch(x, torch.arange(2)), None
-    )  # type: ignore[func-returns-value]  # an expression
-    assert torch.equal(made[0], apply_operation(15, x, torch.tensor([True, True])))
-    assert float(torch.autograd.grad(made[0].sum(), x)[0].abs().max()) == pytest.approx(1.5)
-
-
-def psnr(rows: Any, name: str) -> float:
-    return next(r.value for r in rows if r.metric == name)
+def test_the_attackers_form_leaves_the_images_as_they_are() -> None:
+    x, made = pictures(), list[Tensor]()
+    ats("7-4-15", SHAPE).mean(lambda p, b, r: made.append(b.x) or {})({}, Batch(x, torch.arange(2)), None)  # type: ignore[func-returns-value]  # an expression
+    assert torch.equal(made[0], x)
 
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_an_early_attack_finds_what_was_trained_on_and_through_the_right_draw_the_original(
-    make_federation: Make, observe: Callable[..., Wave]
-) -> None:
-    """DLG on an untrained LeNet, images moved by three rows up or down. Through the draw that it was, the original is found
-    but for the rows that were cut off; through the other one an image that explains the update as well."""
-    table = {**ATS, "policy": "7"}
-    fed = make_federation(chain=[table, SGD])
-    wave, planned = observe(fed), PlannedAttack("dlg", {"use": "dlg"}, Budget(200))
-    (plain,) = Auditor(FederationSource(fed)).audit(planned, wave)
-    assert psnr(plain.rows, "psnr_augmented") > 30
-    assert psnr(plain.rows, "psnr") < 20
-    truth, right = fed.batch_at(0, 1).x, []
-    for i in range(2):
-        (audited,) = Auditor(FederationSource(make_federation(chain=[{**table, "invert_through": i}, SGD]))).audit(
-            planned, wave
-        )
-        found = audited.reconstruction
-        assert found.objective < 1e-5, "what can be undone does not show which draw it was"
-        assert found.x is not None
-        right.append(int(((found.x - truth).square().mean((0, 1, 3)) < 1e-3).sum()))  # rows
-    assert max(right) >= 25 > min(right)
+def test_an_early_attack_finds_what_was_trained_on(make_federation: Make, observe: Callable[..., Wave]) -> None:
+    """DLG on an untrained LeNet, images moved by three rows up or down."""
+    fed = make_federation(chain=[{**ATS, "policy": "7"}, SGD])
+    (found,) = Auditor(FederationSource(fed)).audit(PlannedAttack("dlg", {"use": "dlg"}, Budget(200)), observe(fed))
+    psnr = {row.metric: row.value for row in found.rows}
+    assert psnr["psnr_augmented"] > 30 > 20 > psnr["psnr"]

@@ -47,14 +47,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     **ARGUMENTS,
-    "ats inverted through": {"policy": "6-7-4-15", "invert_through": 3},
     "mask known": {"keep": 0.5, "seed": 3},
     "quantize uniform": {"bits": 3, "kind": "uniform"},
     "top_k without memory": {"keep": 0.3, "error_feedback": False},
 }
 RANDOM = {
     "ats",
-    "ats inverted through",
     "dp_sgd",
     "mask",
     "mixup",
@@ -356,7 +354,6 @@ NAN = float("nan")
     ("freeze", {"layers": []}, "layers"), ("freeze", {"layers": ["fc"]}, "fc"),
     ("freeze", {"layers": ["conv", "hidden", "last", "scale"]}, "layers"), ("private_layers", {"layers": ["hid"]}, "hid"),
     ("ats", {"policy": "7-50"}, "50"), ("ats", {"policy": [-1]}, "-1"), ("ats", {"policy": "7-4-"}, "policy"),
-    ("ats", {"policy": "7-4-15", "invert_through": 8}, "invert_through"),
     ("percentile_privacy", {"percentile": 101.0}, "percentile"), ("percentile_privacy", {"gamma": 0.0}, "gamma"),
     ("svt_privacy", {"fraction": 0.0}, "fraction"), ("svt_privacy", {"noise_var": 0.0}, "noise_var"),
     ("svt_privacy", {"steps": 0}, "steps"), ("local_dp", {"epsilon": 0.0}, "epsilon"),

@@ -157,12 +157,12 @@ def test_a_place_without_sense_is_refused(make_federation: Make, links: Any, mes
 
 def test_batchnorm_in_train_mode_is_refused(make_federation: Make) -> None:
     model = {"use": "convnet", "norm": "batch", "mode": "train", "width": 4}
-    with pytest.raises(SpecError, match="per example"):
+    with pytest.raises(SpecError, match="example"):
         _ = make_federation(model=model, data={"batch_size": 4}, chain=[DP, SGD]).chain
 
 
 @pytest.mark.parametrize("links", [[DP, MIXUP, SGD], [DP, {**SGD, "steps": 2, "batch_size": 2}, MIXUP]])
-def test_what_was_trained_on_is_told_behind_it(make_federation: Make, links: Any) -> None:
+def test_what_was_trained_on_is_reported_behind_it(make_federation: Make, links: Any) -> None:
     """The examples reach the gradient one by one, inside vmap, from which nothing may be kept."""
     fed = make_federation(data={"batch_size": 4}, chain=links)
     bare = make_federation(data={"batch_size": 4}, chain=links[1:])

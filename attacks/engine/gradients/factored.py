@@ -100,17 +100,12 @@ def factored(matrices: Tensor, rank: int) -> FactoredGradient | None:
     sums = torch.randn(rank, high, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrices)
     signals, inputs = [], []
     for matrix in matrices:  # one by one, since the first that is no product decides
-        basis = _orthonormal(matrix @ _orthonormal((sums @ matrix).T))
+        basis = torch.linalg.qr(matrix @ torch.linalg.qr((sums @ matrix).T).Q).Q
         signals.append(basis.T)
         inputs.append(basis.T @ matrix)
         if not _is_product(matrix, basis, inputs[-1]):
             return None
     return FactoredGradient(torch.stack(signals), torch.stack(inputs))
-
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    basis: Tensor = torch.linalg.qr(columns).Q
-    return basis
 
 
 def _is_product(matrix: Tensor, basis: Tensor, rows: Tensor) -> bool:
@@ -134,10 +129,8 @@ def flattened(update: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def apply(function: type[Function], *arguments: Any) -> Tensor:
-    applied: Tensor = function.apply(*arguments)
-    return applied
+    return function.apply(*arguments)
 
 
 def apply_two(function: type[Function], *arguments: Any) -> tuple[Tensor, Tensor]:
-    applied: tuple[Tensor, Tensor] = function.apply(*arguments)
-    return applied
+    return function.apply(*arguments)

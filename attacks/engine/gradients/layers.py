@@ -1,10 +1,9 @@
 """The layers with known gradients: records each call, and computes its parameters' gradients for each problem."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from fedgauge.attacks.engine.gradients.factored import (
     as_matrices,
     formed,
 )
+from fedgauge.attacks.engine.gradients.recurrent import stepwise
 from fedgauge.client.update import Params
 
 KEPT = 2**21  # numbers up to which an input's windows are kept between passes instead of being made again
@@ -45,14 +45,15 @@ class CallRecorder(TorchFunctionMode):
     def __init__(self, names: Mapping[int, str], layers: Mapping[Any, Callable[..., Tensor]]) -> None:
         self.names, self.layers = names, layers
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if not self.among(args) and not self.among(kwargs.values()):
             return func(*args, **kwargs)
         if func in self.layers:
             return self.layers[func](self, *args, **kwargs)
+        if (layer := stepwise(func, args)) is not None:
+            with self:
+                return layer(*args)
         result = func(*args, **kwargs)
         if any(isinstance(part, Tensor) for part in tree_leaves(result)):  # not just a shape or a type
             raise Unsupported(f"a parameter goes into {getattr(func, '__name__', func)}")
@@ -83,66 +84,45 @@ class Examples:
         return self._kept[windows]
 
 
-@dataclass(frozen=True, eq=False)
-class LayerCall(ABC):
-    """One use of a layer: its input, its output with the version at that time, and its parameters' names."""
+class LayerUse(NamedTuple):
+    """One use of a layer: its output with the version at that time, and the gradients that follow from the derivative there."""
 
-    input: Tensor
     out: Tensor
-    weight: str
-    bias: str | None
     version: int
-
-    @abstractmethod
-    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
-        """The gradients of its parameters for each problem."""
-
-    def _with_bias(
-        self, weight: Tensor | FactoredGradient, bias: Callable[[], Tensor]
-    ) -> dict[str, Tensor | FactoredGradient]:
-        return {self.weight: weight} if self.bias is None else {self.weight: weight, self.bias: bias()}
+    parts: Callable[[Tensor, int], Gradients]  # the loss's derivative by the output, problems -> gradients
 
 
-@dataclass(frozen=True, eq=False)
-class _ProductCall(LayerCall):
-    """A fully connected layer, or a convolution computed as a product with its input's windows.
+def _of_product(
+    weight: str, bias: str | None, rows: Tensor, kernel: tuple[int, int] | None, signal: Tensor, problems: int
+) -> Gradients:
+    """The gradients of a fully connected layer, or of a convolution computed as a product with its input's windows.
 
     Args:
         rows: what is multiplied (P, rows, in); kernel: (height, width) of a convolution's.
     """
-
-    rows: Tensor
-    kernel: tuple[int, int] | None = None
-
-    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
-        last = signal if self.kernel is None else signal.permute(0, 2, 3, 1)
-        signal = last.reshape(problems, -1, last.shape[-1])
-        factors: Tensor | FactoredGradient = FactoredGradient(signal, self.rows)
-        if self.kernel and not FactoredGradient.fewer(signal.shape[1], signal.shape[2], self.rows.shape[2]):
-            factors = as_kernels(FactoredGradient(signal, self.rows).form(), self.kernel)
-        return self._with_bias(factors, lambda: signal.sum(1))
+    last = signal if kernel is None else signal.permute(0, 2, 3, 1)
+    signal = last.reshape(problems, -1, last.shape[-1])
+    product: Tensor | FactoredGradient = FactoredGradient(signal, rows)
+    if kernel and not FactoredGradient.fewer(signal.shape[1], signal.shape[2], rows.shape[2]):
+        product = as_kernels(FactoredGradient(signal, rows).form(), kernel)
+    return {weight: product} if bias is None else {weight: product, bias: signal.sum(1)}
 
 
-@dataclass(frozen=True, eq=False)
-class _ConvCall(LayerCall):
-    windows: "Windows"
+def _of_convolution(
+    weight: str, bias: str | None, input: Tensor, windows: Windows, signal: Tensor, problems: int
+) -> Gradients:
+    kernels = as_kernels(apply(KernelGradient, input, signal, problems, windows), windows.kernel)
+    if bias is None:
+        return {weight: kernels}
+    return {weight: kernels, bias: signal.sum((2, 3)).view(problems, -1, signal.shape[1]).sum(1)}
 
-    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
-        flat = apply(KernelGradient, self.input, signal, problems, self.windows)
-        kernels = as_kernels(flat, self.windows.kernel)
-        return self._with_bias(kernels, lambda: signal.sum((2, 3)).view(problems, -1, signal.shape[1]).sum(1))
 
-
-@dataclass(frozen=True, eq=False)
-class _NormCall(LayerCall):
-    """A normalisation: y = weight * (input - centre) * spread + bias for each channel."""
-
-    centre: Tensor
-    spread: Tensor
-
-    def parts(self, signal: Tensor, problems: int) -> dict[str, Tensor | FactoredGradient]:
-        bias, product = (t.view(problems, -1, t.shape[1]).sum(1) for t in apply_two(_ChannelSums, signal, self.input))
-        return self._with_bias((product - self.centre * bias) * self.spread, lambda: bias)
+def _of_norm(
+    weight: str, bias: str, input: Tensor, centre: Tensor, spread: Tensor, signal: Tensor, problems: int
+) -> Gradients:
+    """The gradients of a normalisation: y = weight * (input - centre) * spread + bias for each channel."""
+    sums, products = (t.view(problems, -1, t.shape[1]).sum(1) for t in apply_two(_ChannelSums, signal, input))
+    return {weight: (products - centre * sums) * spread, bias: sums}
 
 
 class _ChannelSums(Function):
@@ -169,27 +149,27 @@ class GradientRecorder(CallRecorder):
     ) -> None:
         super().__init__({id(t): name for name, t in params.items()}, _LAYERS)
         self.moves, self.examples, self.copies, self.contiguous = moves, examples, copies, contiguous
-        self.calls: list[LayerCall] = []
+        self.uses: list[LayerUse] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("inplace"):
             kwargs["inplace"] = False
         return super().__torch_function__(func, types, args, kwargs)
 
-    def keep(self, call: LayerCall) -> Tensor:
-        self.calls.append(call)
-        out = call.out.contiguous() if self.contiguous else call.out
-        return out.clone() if self.copies and out is call.out else out
+    def keep(self, out: Tensor, parts: Callable[..., Gradients], *settings: Any) -> Tensor:
+        self.uses.append(LayerUse(out, out._version, partial(parts, *settings)))
+        made = out.contiguous() if self.contiguous else out
+        return made.clone() if self.copies and made is out else made
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = F.linear(input, weight, bias)
         rows = input.reshape(self.examples.problems, -1, input.shape[-1])
         if self.moves:
             out = out + self.by_move(rows, self.moves[self.names[id(weight)]], bias).view_as(out)
-        return self.keep(_ProductCall(input, out, self.names[id(weight)], self.name(bias), out._version, rows))
+        if not out.requires_grad:  # of a constant, as a recurrent layer's first state
+            out.requires_grad_()
+        return self.keep(out, _of_product, self.names[id(weight)], self.name(bias), rows, None)
 
     def by_move(self, rows: Tensor, weight: Tensor | FactoredGradient, bias: Tensor | None) -> Tensor:
         """The moves' contribution to a fully connected layer's output (P, rows, out)."""
@@ -215,9 +195,7 @@ class GradientRecorder(CallRecorder):
     ) -> Tensor:
         wide = self.moves and input.shape[1] >= WIDE
         if wide or groups != 1 or _pair(dilation) != (1, 1) or isinstance(padding, str) or input.dim() != 4:
-            raise Unsupported(
-                "a convolution with groups or dilation, or a wide one with different weights for each problem"
-            )
+            raise Unsupported("a convolution with groups or dilation, or a wide one with weights for each problem")
         kernel = (weight.shape[2], weight.shape[3])
         windows = Windows(tuple(input.shape), kernel, _pair(stride), _pair(padding))
         names = self.names[id(weight)], self.name(bias)
@@ -226,9 +204,9 @@ class GradientRecorder(CallRecorder):
         if few or (input.shape[1] < WIDE and (self.moves or windows.numbers <= KEPT)):
             rows = self.examples.windows(input, windows)
             out = self.product(input, rows, weight, bias, windows)
-            return self.keep(_ProductCall(input, out, *names, out._version, rows, kernel))
+            return self.keep(out, _of_product, *names, rows, kernel)
         out = apply(Convolution, input, weight, bias, windows)
-        return self.keep(_ConvCall(input, out, *names, out._version, windows))
+        return self.keep(out, _of_convolution, *names, input, windows)
 
     def product(self, input: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, windows: "Windows") -> Tensor:
         """A convolution by its input's windows, (N, out, h, w)."""
@@ -273,7 +251,7 @@ class GradientRecorder(CallRecorder):
         scale = self.own(weight) * _channels(spread)
         out = torch.addcmul(self.own(bias) - _channels(centre) * scale, input, scale)
         names = self.names[id(weight)], self.names[id(bias)]
-        return self.keep(_NormCall(input, out, *names, out._version, centre, spread))
+        return self.keep(out, _of_norm, *names, input, centre, spread)
 
     def own(self, t: Tensor) -> Tensor:
         """A per-channel parameter as each example sees it."""

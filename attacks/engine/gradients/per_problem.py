@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.gradients.factored import Gradients, formed, is_large, plus
-from fedgauge.attacks.engine.gradients.layers import Examples, GradientRecorder, LayerCall
+from fedgauge.attacks.engine.gradients.layers import Examples, GradientRecorder, LayerUse
 from fedgauge.client.chain import Chain
 from fedgauge.client.models.losses import is_cross_entropy, loss_of
 from fedgauge.client.training import StochasticLayer, local_sgd, without_running_stats
@@ -27,13 +27,7 @@ from fedgauge.client.update import Loss, Params, Transform, Update
 
 
 def gradients(
-    model: nn.Module,
-    params: Params,
-    x: Tensor,
-    y: Tensor,
-    factor: float,
-    factors: bool,
-    loss: Loss = F.cross_entropy,
+    model: nn.Module, params: Params, x: Tensor, y: Tensor, factor: float, factors: bool, loss: Loss = F.cross_entropy
 ) -> Gradients:
     """The gradients (P, ...) of P problems' losses by every parameter, times `factor`.
 
@@ -71,27 +65,21 @@ def local_training_changes(
 
 
 def _gradients(
-    model: nn.Module,
-    params: Params,
-    moves: Gradients,
-    examples: Examples,
-    factor: float,
-    factors: bool,
-    loss: Loss,
+    model: nn.Module, params: Params, moves: Gradients, examples: Examples, factor: float, factors: bool, loss: Loss
 ) -> Gradients:
     """`gradients` at weights that differ from params by each problem's own `moves`, if there are any."""
     problems = examples.problems
-    logits, calls = _run(model, params, moves, examples)
-    plain, outs = is_cross_entropy(loss), [call.out for call in calls]
-    if plain:
+    logits, uses = _run(model, params, moves, examples)
+    if is_cross_entropy(loss):
         total = F.cross_entropy(logits, examples.y, reduction="sum")
+        total = total / logits[0, 0].numel()  # a mean over a mask's pixels
     else:
         total = loss_of(loss, logits, examples.y, examples.x) * len(logits)
     total = total * (factor / examples.size)
-    signals = torch.autograd.grad(total, outs, create_graph=True, materialize_grads=True)
+    signals = torch.autograd.grad(total, [use.out for use in uses], create_graph=True, materialize_grads=True)
     result: Gradients = {}
-    for call, signal in zip(calls, signals, strict=True):
-        for name, part in call.parts(signal, problems).items():
+    for use, signal in zip(uses, signals, strict=True):
+        for name, part in use.parts(signal, problems).items():
             # added up if a weight is used more than once
             result[name] = plus(part, result.get(name), 1, params[name].shape)
     unused = params.keys() - result.keys()
@@ -104,7 +92,7 @@ _overwriting: WeakSet[nn.Module] = WeakSet()
 _reading_strides: WeakSet[nn.Module] = WeakSet()
 
 
-def _run(model: nn.Module, params: Params, moves: Gradients, examples: Examples) -> tuple[Tensor, list["LayerCall"]]:
+def _run(model: nn.Module, params: Params, moves: Gradients, examples: Examples) -> tuple[Tensor, list[LayerUse]]:
     """Logits, and every use of a parameter; runs again on copies if the model overwrites a layer's output or reads its strides."""
     strict = model in _reading_strides
     recorder = GradientRecorder(params, moves, examples, copies=model in _overwriting, contiguous=strict)
@@ -112,14 +100,14 @@ def _run(model: nn.Module, params: Params, moves: Gradients, examples: Examples)
         with recorder, without_running_stats(model):
             logits: Tensor = functional_call(model, params, (examples.x,))
     except RuntimeError as error:
-        if strict or exhausted(error) or all(call.out.is_contiguous() for call in recorder.calls):
+        if strict or exhausted(error) or all(use.out.is_contiguous() for use in recorder.uses):
             raise
         _reading_strides.add(model)
         return _run(model, params, moves, examples)
-    if any(call.out._version != call.version for call in recorder.calls):
+    if any(use.out._version != use.version for use in recorder.uses):
         _overwriting.add(model)
         return _run(model, params, moves, examples)
-    return logits, recorder.calls
+    return logits, recorder.uses
 
 
 def examples_are_independent(model: nn.Module, params: Params, x: Tensor) -> bool:

@@ -118,7 +118,7 @@ def test_a_relu_that_leaves_no_zeros_is_none(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_READ)
 def test_a_layer_that_reads_something_else_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="reads the example itself|more than once|model fails"):
+    with pytest.raises(ValueError, match="reads|once|fails"):
         dense_input_layer(built(NOT_READ[name]), SHAPE)
 
 

@@ -16,7 +16,6 @@ from fedgauge.attacks.engine import distances
 from fedgauge.attacks.engine.distances import (
     Distance,
     InnerProducts,
-    absolute,
     cosine,
     gaussian_likelihood,
     laplace_likelihood,
@@ -78,7 +77,6 @@ DISTANCES: dict[str, Distance] = {
     "cosine": cosine(),
     "squared": squared(),
     "gaussian_likelihood": gaussian_likelihood(0.3),
-    "absolute": absolute(),
     "laplace_likelihood": laplace_likelihood(0.3),
     "rounding_likelihood": rounding_likelihood(3),
     "largest": largest(squared(), 0.4),

@@ -20,36 +20,11 @@ def test_adam_is_torchs_bit_for_bit(settings: adam) -> None:
     moments = (torch.zeros_like(ours), torch.zeros_like(ours))
     optimizer = torch.optim.Adam([theirs], lr=1.0)
     for n, slope in enumerate(slopes_of_a_path(12)):
-        settings.step(ours, slope, moments, [n] * 3, 12)
+        settings.step(ours, slope, moments, n, 12)
         theirs.grad = slope
         optimizer.param_groups[0]["lr"] = settings.rate_at(n, 12)
         optimizer.step()
         assert torch.equal(ours, theirs)
-
-
-def test_each_problem_steps_by_its_own_count() -> None:
-    """Problems that join later go the way they would have gone alone."""
-    settings = adam(0.1, cuts=(0.5,), decay=0.99)
-    slopes, joins = slopes_of_a_path(12), [0, 5, 2]
-    alone = []
-    for k, first in enumerate(joins):
-        x, moments = (
-            torch.ones(1, 2, 5, dtype=torch.float64),
-            (torch.zeros(1, 2, 5).double(), torch.zeros(1, 2, 5).double()),
-        )
-        for n in range(12 - first):
-            settings.step(x, slopes[first + n][k : k + 1], moments, [n], 12)
-        alone.append(x)
-    x, moments = (
-        torch.ones(3, 2, 5, dtype=torch.float64),
-        (torch.zeros(3, 2, 5).double(), torch.zeros(3, 2, 5).double()),
-    )
-    for now, slope in enumerate(slopes):
-        there = torch.tensor([k for k, first in enumerate(joins) if now >= first])
-        part, both = x[there], (moments[0][there], moments[1][there])
-        settings.step(part, slope[there], both, [now - joins[k] for k in there.tolist()], 12)
-        x[there], moments[0][there], moments[1][there] = part, *both
-    torch.testing.assert_close(x, torch.cat(alone), rtol=1e-14, atol=0)
 
 
 def rosenbrock(p: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
-from fedgauge.attacks.exact.unmixing import cocktail_party, spear, spear_plus_plus
+from fedgauge.attacks.exact.unmixing import _distinct, cocktail_party, spear, spear_plus_plus
 from fedgauge.attacks.modality.image_metrics import match, psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import mnist5k
@@ -69,7 +69,21 @@ def test_batches_behind_a_relu_are_read_off_with_their_labels(seed: int, size: i
     assert found.objective < 1e-4
 
 
-def test_more_examples_take_more_tries_and_too_few_are_told() -> None:
+def test_an_example_that_is_off_nearly_wherever_another_is_counts_as_no_mixture() -> None:
+    rng = torch.Generator().manual_seed(0)
+    signals = torch.randn(60, 4, generator=rng, dtype=torch.float64) * (torch.rand(60, 4, generator=rng) < 0.5)
+    off = signals[:, 0] == 0
+    signals[off, 1] = 0  # the second is off wherever the first is
+    signals[torch.nonzero(off)[:3, 0], 1] = 1.0  # but for three neurons
+    factors = torch.linalg.svd(signals, full_matrices=False)
+    columns = torch.nn.functional.normalize(factors[1][:, None] * factors[2], dim=0)
+    mixture = torch.nn.functional.normalize(columns[:, 2] + columns[:, 3], dim=0)
+    kept = _distinct(factors[0], torch.cat([mixture[:, None], columns], 1))
+    near = (kept.T @ torch.cat([columns, mixture[:, None]], 1)).abs().amax(0) > 1 - 1e-9
+    assert near.tolist() == [True, True, True, True, False]
+
+
+def test_more_examples_take_more_tries_and_too_few_are_reported() -> None:
     batch = examples(1, 8)
     starved = attack(spear(), network(1, (400, 40)), batch, budget=Budget(1))
     assert starved.status == "out_of_budget" and starved.reason.startswith(("nothing was found", "not proven"))

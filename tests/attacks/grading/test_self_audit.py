@@ -22,7 +22,7 @@ def test_a_self_audit_without_result_raises(make_federation: Make, observe: Make
     own = invert_own("inverting_gradients", iterations=2)
     assert own.leak(fed, wave.params, wave.buffers, update, {}, fed.batch_at(0, wave.round)) > 0
     broken = {k: torch.full_like(t, 1e38) for k, t in wave.params.items()}
-    with pytest.raises(ValueError, match="not finite|no result"):
+    with pytest.raises(ValueError, match="finite|result"):
         own.leak(fed, broken, wave.buffers, update, {}, fed.batch_at(0, wave.round))
 
 

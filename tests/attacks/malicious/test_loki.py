@@ -94,7 +94,7 @@ def test_a_clients_columns_hold_nothing_of_the_others() -> None:
 
 def test_a_sum_leaks_as_much_as_one_client_does_and_imprinting_less() -> None:
     """Of N images in K bins (1 - 1/K)^(N-1) are alone: N are a client's images here, and the sum's there."""
-    size, trials = 8, 12
+    size, trials = 8, 6
     known, whole = (
         knowledge(network(), size),
         knowledge(imprint_block(mlp(SHAPE, CLASSES, hidden=[20]), SHAPE, BINS), size),
@@ -129,7 +129,7 @@ def test_what_cannot_be_is_refused() -> None:
             loki(**bad)
     with pytest.raises(ValueError, match="images"):
         client_kernels(mlp(SHAPE, CLASSES), (16,), 2, 4)
-    with pytest.raises(ValueError, match="2 members"):
+    with pytest.raises(ValueError, match="members"):
         craft(loki(2, 32), knowledge(network(), 1))
     check_refused(loki(), read_kernels(), knowledge(mlp(SHAPE, CLASSES), 1))
     known = knowledge(network(), 1)

@@ -92,7 +92,7 @@ def test_what_it_cannot_do_is_said() -> None:
     check_refused(optimised_features(), read_features(), knowledge(lenet(SHAPE, CLASSES), public=3))
     padded = nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten(), nn.Linear(256, CLASSES))
     for model in (padded, mlp(SHAPE, CLASSES, hidden=[])):
-        with pytest.raises(ValueError, match="no layer"):
+        with pytest.raises(ValueError, match="layer"):
             crafted(knowledge(model))
     steps = knowledge(lenet(SHAPE, CLASSES), links=chain(local_sgd(0.1, steps=2)))
     assert "2 local steps" in attacked(steps, crafted(steps), Batch(pictures(1, 3), torch.tensor([1]))).reason

@@ -65,7 +65,7 @@ def test_the_compiled_step_is_the_plain_one_for_any_problems(
     rng = torch.Generator().manual_seed(5)
     for rows in ([0, 1, 2], [0, 1, 2], [3, 1, 0], [2, 3], [1]):  # fewer are filled up
         x = torch.randn(len(rows), 2, *SHAPE, generator=rng)
-        likelihood_weight = torch.rand(len(rows), generator=rng)
+        likelihood_weight = float(torch.rand((), generator=rng))
         value, slopes = step.value_and_slopes({"x": x}, torch.tensor(rows), likelihood_weight)
         expected, theirs = problems.value_and_slopes({"x": x}, torch.tensor(rows), likelihood_weight)
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)

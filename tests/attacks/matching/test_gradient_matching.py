@@ -176,7 +176,7 @@ def test_restarts_try_the_assignments_of_labels_to_slices() -> None:
     links = chain(local_sgd(0.1, 2, batch_size=1))
     wave, known, batches = scene(clients=2, n=2, links=links, labels=False)
     assert len(set(batches[0].y.tolist())) == 2, "the scene's labels differ"
-    found = idlg().reconstruct(wave, known, Budget(300, restarts=2), streams(0, 1))
+    found = idlg().reconstruct(wave, known, Budget(100, restarts=2), streams(0, 1))
     for batch, result in zip(batches, found, strict=True):
         assert result.y is not None
         assert sorted(result.y.tolist()) == sorted(batch.y.tolist())

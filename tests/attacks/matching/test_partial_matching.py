@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.engine.scheduler import Variables
+from fedgauge.attacks.engine.deadline import Variables
 from fedgauge.attacks.matching.recipes import inverting_gradients, partial_matching
 from fedgauge.attacks.matching.search import AdamSearch
 from tests.attacks.matching.tiny_problems import scene, streams

@@ -39,7 +39,7 @@ PRIORS: dict[str, Prior] = {
 
 
 def tv(x: Tensor) -> Tensor:
-    return total_variation(1.0)._energy(x)
+    return total_variation(1.0)._energy(x[(None,) * (4 - x.dim())])
 
 
 def test_total_variation_by_hand() -> None:

@@ -1,7 +1,6 @@
 """The objective: that of a plain loop, whichever way it is computed."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import bayes, inverting_gradients
-from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import Chain, chain
@@ -143,26 +141,6 @@ def test_restarts_of_a_group_are_held_together() -> None:
     torch.testing.assert_close(higher - plain, 0.7 * apart.square().flatten(2).mean(2), rtol=0, atol=1e-9)
 
 
-def test_the_objective_is_averaged_over_images_near_the_guess() -> None:
-    wave, known, _ = scene(clients=2)
-    assert known.labels is not None
-    posed = Problems(Objective(cosine()), wave, known, known.labels, 1, torch.float64)
-    rows = torch.arange(2)
-    z = torch.randn(2, 2, *SHAPE, generator=torch.Generator().manual_seed(5))
-    near: list[Tensor] = []
-
-    def step(variables: dict[str, Tensor], *others: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        near.append(variables["x"])
-        return posed.value_and_slopes(variables, *others)
-
-    value, slopes = AdamSearch(samples=3, radius=0.2)._sampled(step, {"x": z}, rows, 1.0, [7, 7])
-    assert len(near) == 3
-    assert 0.15 < float((torch.stack(near) - z).abs().max()) <= 0.2
-    each = [posed.value_and_slopes({"x": x}, rows) for x in near]
-    torch.testing.assert_close(value, torch.stack([v for v, _ in each]).mean(0))
-    torch.testing.assert_close(slopes["x"], torch.stack([s["x"] for _, s in each]).mean(0))
-
-
 @pytest.mark.parametrize("distance", DISTANCES)
 @pytest.mark.parametrize("disturbed", [False, True], ids=["factored", "disturbed"])
 @pytest.mark.usefixtures("double")
@@ -205,7 +183,7 @@ def test_the_chains_own_likelihood_comes_nearer_than_the_cosine_under_laplace_no
     errors = {}
     for name in ("known", "cosine"):
         attack = bayes(name, tv=0.0, rate=0.05, decay=0.99)  # type: ignore[arg-type]
-        found = attack.reconstruct(Wave.stack(seen), known, Budget(300), streams(*range(24)))
+        found = attack.reconstruct(Wave.stack(seen), known, Budget(150), streams(*range(24)))
         errors[name] = sum(
             float((f.x - b.x).square().mean()) for f, b in zip(found, batches, strict=True) if f.x is not None
         )

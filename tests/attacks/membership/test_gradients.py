@@ -79,7 +79,7 @@ def test_clipping_each_example_keeps_a_part_of_its_gradient(links: Chain) -> Non
 def test_mixed_examples_are_refused() -> None:
     found = candidates("resnet20")
     found.known.model.train()
-    with pytest.raises(ValueError, match="eval mode"):
+    with pytest.raises(ValueError, match="eval"):
         replace(found)
-    with pytest.raises(ValueError, match="no mean over examples"):
+    with pytest.raises(ValueError, match="mean"):
         replace(found, known=replace(candidates().known, loss=nn.CrossEntropyLoss(reduction="sum")))

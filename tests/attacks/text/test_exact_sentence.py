@@ -111,7 +111,7 @@ def test_word_rows_are_sums_of_position_rows_and_the_order_is_read_off(words: An
     rows = torch.eye(model.width)
     update[parts.position][0, :3] = rows[:3]
     update[parts.word][0, 9], update[parts.word][0, 7] = rows[0] + rows[2], rows[1]
-    assert _words(GuessVerifier(replace(wave, update=update), known, 0), parts.position) == [9, 7, 9]
+    assert _words(GuessVerifier(replace(wave, update=update), known), parts.position) == [9, 7, 9]
 
 
 # ---------------------------------------------------------------------------------------------------------- certificate
@@ -123,7 +123,7 @@ def test_no_wrong_guess_is_proven(make: Maker, words: Any) -> None:
     model = make(words)
     (truth,) = alone(model, 1)
     wave, known = seen(model, [truth])
-    x, verifier = truth.x, GuessVerifier(wave, known, 0)
+    x, verifier = truth.x, GuessVerifier(wave, known)
     assert verifier.error(truth) < 1e-6
     last = int((x != model.pad).sum())
     swapped, exchanged, short = x.clone(), x.clone(), x.clone()
@@ -145,7 +145,7 @@ def test_a_sentence_of_which_the_model_is_sure_is_not_proven_by_the_others(words
     model = bert(words)
     truth = labelled(model, sentences(model, 2, "sure"), "sure")
     wave, known = seen(model, [truth])
-    assert GuessVerifier(wave, known, 0).verdict(truth, 1e-7).startswith("certified")
+    assert GuessVerifier(wave, known).verdict(truth, 1e-7).startswith("certified")
     with torch.no_grad():  # logits so large that softmax is sure of the first sentence, and wrong of the second
         model.get_parameter(model.parts.head[0]).mul_(10000.0)
     sure = model(truth.x).detach().argmax(1)
@@ -153,7 +153,7 @@ def test_a_sentence_of_which_the_model_is_sure_is_not_proven_by_the_others(words
     wave, known = seen(model, [truth])
     other = truth.x.clone()
     other[0, 1] = next(w for w in range(20, 60) if w != int(other[0, 1]))
-    verifier = GuessVerifier(wave, known, 0)
+    verifier = GuessVerifier(wave, known)
     guess = Batch(other, truth.y)
     assert verifier.error(guess) < TOLERANCE, "the whole update hides it"
     assert verifier.verdict(guess, verifier.error(guess)).startswith("no certificate")
@@ -163,12 +163,12 @@ def test_labels_are_read_off_the_head_or_tried(words: Any) -> None:
     model = bert(words)
     truth = labelled(model, sentences(model, 3, "batch"), "batch")
     wave, known = seen(model, [truth])
-    verifier = GuessVerifier(wave, known, 0)
+    verifier = GuessVerifier(wave, known)
     batch, error = verifier.best_labels(truth.x)
     assert torch.equal(batch.y, truth.y) and error < TOLERANCE
     assert verifier.spent == 1, "the first reading is the right one"
     given = replace(known, labels=truth.y.sort().values[None])
-    assert torch.equal(GuessVerifier(wave, given, 0).best_labels(truth.x)[0].y, truth.y)
+    assert torch.equal(GuessVerifier(wave, given).best_labels(truth.x)[0].y, truth.y)
 
 
 @pytest.mark.parametrize("links", [(gaussian(1e-3), SGD), (SGD, sign(0.01)), (mask(0.5), SGD)])
@@ -186,7 +186,7 @@ def test_a_chain_without_chance_can_be_proven_through(links: tuple[Transform, ..
     model = bert(words)
     (truth,) = alone(model, 1)
     assert provable(Chain(links))
-    assert GuessVerifier(*seen(model, [truth], links), 0).error(truth) < 1e-6
+    assert GuessVerifier(*seen(model, [truth], links)).error(truth) < 1e-6
 
 
 def test_words_that_stand_out_of_weak_noise_are_still_found(words: Any) -> None:

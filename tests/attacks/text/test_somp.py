@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.engine.scheduler import Deadline
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import GuessVerifier, Unreadable
-from fedgauge.attacks.text.dager import dager
-from fedgauge.attacks.text.sentence_assembly import Ids
+from fedgauge.attacks.text.dager import Ids, dager
 from fedgauge.attacks.text.somp import Pursuit, head_subspaces, misfit, somp
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.models.language_parts import BlockParts, Projection
@@ -54,7 +53,7 @@ def test_pursuit_finds_the_batch_among_decoys_with_equal_coefficients(spoken: Te
     every = sentences(Batch(spoken.x[rows], spoken.y[rows]))
     truth = Batch(spoken.x[rows[:size]], spoken.y[rows[:size]])
     wave, known = seen(gpt2(spoken), [truth])
-    pursuit = Pursuit(GuessVerifier(wave, known, 0), {ids[:-1]: 0.0 for ids in every}, Deadline(0.0, None))
+    pursuit = Pursuit(GuessVerifier(wave, known), {ids[:-1]: 0.0 for ids in every}, Deadline(0.0, None))
     pursuit.choose(size)
     assert pursuit._updates.keys() == set(pursuit.chosen), "an update is as large as the network"
     while pursuit.exchange():

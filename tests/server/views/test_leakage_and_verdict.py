@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 
 from fedgauge.attacks.plan import BAYES_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
+from fedgauge.client.labels import SCORED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, Participation
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.leak_tables import rounds_table
+from fedgauge.server.views.leak_tables import rounds_table, summary_table
 from fedgauge.server.views.leakage import Leak, leakage
 from fedgauge.server.views.roles import attack_order
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import paired
 from fedgauge.server.views.success import THRESHOLDS, success_curve
-from fedgauge.server.views.verdict import Verdict, excesses
+from fedgauge.server.views.verdict import Verdict, excesses, restored_labels, verdict_of
 from tests.small_runs import LedgerAlone, scores_of, verdict_on
 
 PLAN = AttackPlan(
@@ -72,7 +73,7 @@ def score(
                     lease.round,
                     client,
                     name,
-                    WHOLE_BATCH if metric == "label_accuracy" else example,
+                    WHOLE_BATCH if metric in SCORED else example,
                     metric,
                     value,
                     "converged" if value is not None else status,
@@ -413,6 +414,36 @@ def test_labels_that_are_read_off_are_a_leak_whatever_the_images(tmp_path: Path)
     lucky = judged(tmp_path, labelled(12, [0.75, 0.75, 1.0] * 4))  # two classes, four examples: 81 % without the update
     assert lucky.reconstruction == "not shown to leak"
     assert f"83\u00a0% {guess}" in lucky.sentence
+
+
+@pytest.mark.parametrize(
+    ("metric", "restored", "guessed", "leak"),
+    [
+        ("label_f1", [1.0, 0.9], [0.3, 0.5], True),
+        ("label_f1", [0.4, 0.3], [0.3, 0.5], False),
+        ("label_error", [0.0, 0.01], [1.0, 0.4], True),
+        ("label_error", [1.0, 1.2], [1.0, 0.4], False),
+    ],
+)
+def test_findings_and_numbers_leak_where_a_guess_from_public_labels_is_worse(
+    tmp_path: Path, metric: str, restored: list[float], guessed: list[float], leak: bool
+) -> None:
+    cells = quiet(12)
+    for client in range(12):
+        for name, values in (("matching", restored), ("mean_image", guessed)):
+            at = 1, client, name
+            cells[at] = {**(cells[at] or {}), metric: [values[client % 2]]}
+    with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
+        ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
+        score(ledger, cells, examples=4)
+        reading = LedgerAlone(ledger)
+        assert verdict_of(reading).reconstruction == ("leaks" if leak else "not shown to leak")
+        rows = {row["attack"]: row for row in summary_table(reading).records}
+        assert rows["matching"]["labels"] == pytest.approx(sum(restored) / 2)
+        assert rows["mean_image"]["labels"] == pytest.approx(sum(guessed) / 2)
+        labels = restored_labels(reading)
+        assert labels is not None and (labels.attack, labels.leaks) == ("matching", leak)
+        assert (labels.score, labels.guess) == pytest.approx((sum(restored) / 2, sum(guessed) / 2))
 
 
 def test_how_well_labels_are_guessed_depends_on_how_common_the_classes_are(tmp_path: Path) -> None:

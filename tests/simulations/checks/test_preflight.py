@@ -96,7 +96,7 @@ def test_preflight_and_doctor_call_a_lenet_exact() -> None:
     assert [r.code for r in check(of_lenet) if r.name == "closed form"] == ["exact"]
 
 
-def test_an_example_that_alone_excites_a_neuron_is_told() -> None:
+def test_an_example_that_alone_excites_a_neuron_is_reported() -> None:
     """By hand: of 1,000 random neurons nearly every one of two digits has one of its own; clipping each leaves the quotient."""
     wide = preflight(scenario(model={**MLP, "hidden": [1000]}, data={"use": "mnist5k", "batch_size": 2}))
     assert finding(wide, "read off 16 of 16 simulated", "(read_rows").severity == "leaks"
@@ -148,7 +148,7 @@ def test_the_limit_is_the_auditors_and_strong_noise_holds() -> None:
     assert finding(preflight(scenario()), "no limit").severity == "weak"
 
 
-def test_membership_is_told_from_norms_and_noise() -> None:
+def test_membership_is_estimated_from_norms_and_noise() -> None:
     """Clipped gradients far above the bound have its norm, so that mu is bound / (batch size * sigma) on paper."""
     clip = {"use": "clip", "max_norm": 0.01, "each": True}
     chosen = scenario(chain=[clip, {"use": "gaussian", "sigma": 0.004}, SGD], data={"use": "mnist5k", "auxiliary": 200})
@@ -163,7 +163,7 @@ def test_membership_is_told_from_norms_and_noise() -> None:
     assert finding(preflight(scenario()), "who was in a batch", "no noise").severity == "weak"
 
 
-def test_epsilon_is_told_where_it_holds_and_why_where_it_does_not() -> None:
+def test_epsilon_is_reported_where_it_holds_and_why_where_it_does_not() -> None:
     certain = [
         {"use": "clip", "max_norm": 1.0, "each": True},
         {"use": "gaussian", "sigma": 50.0},
@@ -185,7 +185,7 @@ class Net(nn.Sequential):
 """
 
 
-def test_batch_statistics_and_local_steps_are_told(tmp_path: Path) -> None:
+def test_batch_statistics_and_local_steps_are_reported(tmp_path: Path) -> None:
     norms = preflight(scenario(model={"use": "convnet", "width": 1, "mode": "train"}))
     told = finding(norms, "BatchNorm in train mode ('norm0'")
     assert told.severity == "leaks" and "GroupNorm" in told.change

@@ -43,13 +43,20 @@ def test_every_service_of_the_table_is_there_with_its_command_and_restart_policy
     for name, service in TABLE.items():
         assert tuple(SERVICES[name]["command"]) == service.command, name
         assert SERVICES[name]["restart"] == service.restart, name
-        assert name == "attack" or "environment" not in SERVICES[name]
+        assert name == "attack" or set(SERVICES[name]["environment"]) == {"WAITS_FOR"}
 
 
 def test_everyone_in_rays_cluster_needs_its_token() -> None:
     access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/deployment/secrets/ray"}
+    access["WAITS_FOR"] = SERVICES["ray-head"]["environment"]["WAITS_FOR"]
     assert all(SERVICES[name]["environment"] == access for name in CLUSTER)
-    assert SERVICES["attack"]["environment"] == access | {"RAY_ADDRESS": "ray-head:6379"}
+    attack = dict(SERVICES["attack"]["environment"], WAITS_FOR=access["WAITS_FOR"])
+    assert attack == access | {"RAY_ADDRESS": "ray-head:6379"}
+
+
+def test_each_container_says_what_it_waits_for(file: dict[str, Any]) -> None:
+    assert all(service["environment"]["WAITS_FOR"] for service in file["services"].values() if service.get("scale", 1))
+    assert "$WAITS_FOR" in (ROOT / "Dockerfile").read_text()
 
 
 def test_a_local_start_differs_from_the_containers_in_places_alone() -> None:

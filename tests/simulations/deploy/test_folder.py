@@ -83,7 +83,7 @@ def test_root_hands_the_folder_over_to_the_containers_user(tmp_path: Path) -> No
         (["--clients", "2", "--scenario", "no-such.toml"], "there is no such file"),
     ],
 )
-def test_a_mistake_is_told_with_exit_status_two(
+def test_a_mistake_is_reported_with_exit_status_two(
     tmp_path: Path, arguments: Sequence[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["deploy", "init", str(tmp_path / "federation"), *arguments]) == 2
@@ -112,6 +112,8 @@ def test_a_folder_that_is_no_deployment_is_refused(tmp_path: Path, capsys: pytes
 def test_an_unfinished_run_is_the_next_one_and_a_complete_one_is_not(fresh: Deployment) -> None:
     first, resumed = fresh.begin("one")
     assert not resumed and fresh.begin("one") == (first, False), "what has not begun begins"
+    with first.ledger(readonly=True) as ledger:
+        assert not ledger.foreign, "an attack service that starts before the server does not take it for a user's app"
     with first.ledger() as ledger:
         assert ledger.meta()["mode"] == "deployment"
         for state in ("training", "failed", "interrupted"):
@@ -119,7 +121,7 @@ def test_an_unfinished_run_is_the_next_one_and_a_complete_one_is_not(fresh: Depl
             assert fresh.next_run() == "one" and fresh.begin("one") == (first, True), state
     first.model.touch()  # what the server leaves last of all, whatever was heard of its end
     assert fresh.next_run() != "one"
-    with pytest.raises(SpecError, match="is complete"):
+    with pytest.raises(SpecError, match="complete"):
         fresh.begin("one")
 
 

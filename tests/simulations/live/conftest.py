@@ -77,10 +77,19 @@ PLAN = AttackPlan(
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    with Ledger(tmp_path / "ledger.sqlite", create=True) as opened:
+def run(tmp_path: Path) -> Run:
+    """A run without rounds, with the attacks of PLAN."""
+    data = {**TABLES["data"], "batch_size": 2}
+    made = Run.create(tmp_path / "run", Scenario.from_tables({**TABLES, "data": data}))
+    with made.ledger() as opened:
         opened.set_meta(main_metric="psnr")
         opened.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
+    return made
+
+
+@pytest.fixture
+def ledger(run: Run) -> Iterator[Ledger]:
+    with run.ledger() as opened:
         yield opened
 
 

@@ -10,9 +10,9 @@ from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage_of_all
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.strength import best_of
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.live.progress import RunProgress
 from fedgauge.simulations.live.view import Events, Lines, LiveLine, View, progress_line, view_of
 from tests.simulations.live.conftest import Clock, intake
 from tests.small_runs import scores_of
@@ -21,8 +21,8 @@ from tests.small_runs import scores_of
 def test_who_looks_decides_on_the_view(taped: Run) -> None:
     def kind(log: Any, **given: Any) -> type[View]:
         console = Console(**{"file": io.StringIO(), "legacy_windows": False, "_environ": {}, **given})
-        with taped.ledger() as ledger:
-            return type(view_of(taped, ledger, taped.scenario(), console, log))
+        with view_of(taped, console, log).shown() as view:
+            return type(view)
 
     assert kind("auto", force_terminal=True) is LiveLine
     assert kind("auto", force_terminal=True, _environ={"TERM": "dumb"}) is Lines
@@ -34,45 +34,49 @@ def test_who_looks_decides_on_the_view(taped: Run) -> None:
 def test_a_line_says_what_it_counts_and_what_it_waits_for(
     taped: Run, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with taped.ledger() as ledger:
-        view = Lines(RunProgress(ledger, taped.scenario(), clock=clock), clock)
-        view.note = "waiting for Flower"
-        with view.shown():
-            view.update()
-            told = capsys.readouterr()
-            assert told.out == ""
-            assert told.err == (
-                "[    0 s] round 2/4; accuracy 50.0%; 0 of 16 attacks done; 16 waiting; waiting for Flower\n"
-            )
-            clock.now += 4.9
-            view.note = ""
-            view.update()
-            assert capsys.readouterr().err == "", "a line every five seconds"
-            clock.now += 0.1
-            view.update()
-            assert capsys.readouterr().err.startswith("[    5 s] round 2/4")
-            clock.now += 5
-            view.update()
-            assert capsys.readouterr().err == "", "where something has changed"
+    view = Lines(RunSnapshot(taped), clock)
+    view.note = "waiting for Flower"
+    with view.shown(), taped.ledger() as ledger:
+        view.update()
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err == "[    0 s] round 2/4; accuracy 50.0%; 0 of 16 attacks done; 16 waiting\n"
+        ledger.record_round(3, 0.5, 2.0, 1.0, 0.0)
+        clock.now += 4.9
+        view.update()
+        assert capsys.readouterr().err == "", "a line every five seconds"
+        clock.now += 0.1
+        view.update()
+        assert capsys.readouterr().err.startswith("[    5 s] round 3/4")
+        clock.now += 5
+        view.update()
+        assert capsys.readouterr().err == "", "where something has changed"
 
 
-def test_a_live_line_follows_the_ledger_and_is_wiped(taped: Run, clock: Clock) -> None:
+def test_a_note_is_shown_before_the_first_round(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    view = Lines(RunSnapshot(run))
+    view.note = "waiting for Flower"
+    with view.shown(), run.lock("training"):
+        view.update()
+        assert capsys.readouterr().err == "[    0 s] round 0/4; 0 of 16 attacks done; waiting for Flower\n"
+
+
+def test_a_live_line_follows_the_ledger_and_is_wiped(run: Run, clock: Clock) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, legacy_windows=False, _environ={})
-    with taped.ledger() as ledger, taped.ledger() as other:
-        view = LiveLine(RunProgress(ledger, taped.scenario(), clock=clock), console)
-        with view.shown():
-            view.update()
-            assert "2/4" in file.getvalue()
-            other.record_round(3, 0.7, 1.0, 1.0, 0.0)
-            clock.now += 1
-            view.note = "[red]waiting\x07"
-            view.update()
-            assert "3/4" in file.getvalue() and "[red]waiting" in file.getvalue()
-        assert "\x07" not in file.getvalue() and file.getvalue().endswith("\x1b[1A\x1b[2K"), "it is wiped"
+    view = LiveLine(RunSnapshot(run), console, clock)
+    view.note = "[red]waiting\x07"
+    with view.shown(), run.ledger() as other:
+        view.update()
+        assert "0/4" in file.getvalue() and "[red]waiting" in file.getvalue()
+        other.record_round(3, 0.7, 1.0, 1.0, 0.0)
+        clock.now += 1
+        view.update()
+        assert "3/4" in file.getvalue()
+    assert "\x07" not in file.getvalue() and file.getvalue().endswith("\x1b[1A\x1b[2K"), "it is wiped"
 
 
-def test_the_mean_in_a_line_is_the_strongest_attacks_as_in_the_gate(taped: Run, ledger: Ledger, clock: Clock) -> None:
+def test_the_mean_in_a_line_is_the_strongest_attacks_as_in_the_gate(run: Run, ledger: Ledger) -> None:
     """Of two attacks the second has the higher mean, and the first the best example."""
     values = {"matching": {0: 40.0, 1: 2.0}, "other": {0: 30.0, 1: 20.0}, "mean_image": {0: 50.0, 1: 50.0}}
     intake(ledger, 1, clients=2)
@@ -82,14 +86,15 @@ def test_the_mean_in_a_line_is_the_strongest_attacks_as_in_the_gate(taped: Run, 
             lease,
             {c: [ScoreRecord(1, c, name, 0, "psnr", values[name][c], "converged", 0.1)] for c in lease.clients},
         )
-    run_progress = RunProgress(ledger, taped.scenario(), clock=clock)
-    run_progress.refresh()
     strongest = best_of(leakage_of_all(scores_of(ledger), "psnr"), "attack")
     assert strongest is not None and (strongest.attack, strongest.mean) == ("other", 25.0)
-    assert "PSNR best 40.0 dB, mean 25.0 dB by other" in progress_line(run_progress)
+    with read_once(run) as reading:
+        assert "PSNR best 40.0 dB, mean 25.0 dB by other" in progress_line(reading)
 
 
 def test_quiet_says_nothing_but_where_the_results_are(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with taped.ledger() as ledger:
+        ledger.set_meta(rounds="2")
     assert main(["audit", str(taped.folder), "--log", "quiet"]) == 0
     told = capsys.readouterr()
     assert told.err == ""

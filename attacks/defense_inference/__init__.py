@@ -1,1 +1,0 @@
-"""Inference of the clients' defense from their updates."""

@@ -1,0 +1,124 @@
+"""The loss and labels of an observed training, as a scenario has them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedgauge.attacks.problem import Problem
+from fedgauge.simulations.rehearsal.observer import OF_CLASSES
+
+OWN: Mapping[str, tuple[str, Sequence[str]]] = {  # a loss of fedgauge for torch's, and the settings that both have
+    "cross_entropy": ("cross_entropy", ("label_smoothing", "weight")),
+    "nll_loss": ("cross_entropy", ("weight",)),
+    "mse_loss": ("mean_squared_error", ()),
+    "l1_loss": ("mean_absolute_error", ()),
+    "huber_loss": ("huber", ("delta",)),
+    "binary_cross_entropy_with_logits": ("binary_cross_entropy", ("pos_weight",)),
+}
+OF_TORCH = ("binary_cross_entropy", "smooth_l1_loss", "poisson_nll_loss", "soft_margin_loss")
+TWO_CLASSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")  # or findings, or a mask's pixels
+DEFAULTS = {
+    "weight": None,
+    "pos_weight": None,
+    "reduction": "mean",
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "delta": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Labels, as a loss compares them with the network's output.
+
+    Attributes:
+        name: of torch's function.
+        loss: lines of [loss]; none for the plain cross-entropy.
+        classes: of [data].
+        reads_input: the labels are the inputs themselves.
+        left_out: settings of the loss that a scenario cannot express.
+    """
+
+    name: str
+    loss: Mapping[str, Any]
+    classes: int
+    reads_input: bool = False
+    left_out: Sequence[str] = ()
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Return the packages that the scenario's loss comes from."""
+        return ("torch",) if ":" in self.loss.get("use", "") else ()
+
+    def labels(self, y: np.ndarray) -> np.ndarray:
+        """Return observed labels as the scenario's data has them: classes (N,), findings or numbers (N, K) or (N,), masks."""
+        if self.reads_input:
+            return np.zeros(len(y), np.int64)
+        if np.issubdtype(y.dtype, np.integer):
+            return y
+        if y.ndim > 2 and self.name in TWO_CLASSES:
+            return y.astype(np.float32)
+        flat = y.reshape(len(y), -1).astype(np.float32)
+        single = flat[:, 0] if flat.shape[1] == 1 else flat
+        return single.astype(np.int64) if single.ndim == 1 and self._of_two(y) else single
+
+    def _of_two(self, y: np.ndarray) -> bool:
+        return self.name in TWO_CLASSES and bool(((y == 0) | (y == 1)).all())
+
+
+def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Problem:
+    """Return what a training's loss compares, or why no scenario has such a loss.
+
+    Args:
+        first: facts of a client's training.
+        y: observed labels of its examples.
+    """
+    losses, notes, network = first["losses"], first["notes"], first["network"]
+    known = [name for name in losses if name in OWN or name in OF_TORCH]
+    if not known:
+        seen = ", ".join(losses) or "none of torch's losses"
+        return Problem("loss", network, f"clients minimise {seen}", "name a loss of (logits, labels) as [loss] use")
+    if "output" in notes or "values" in notes:
+        remedy = "a network is attacked here that returns one tensor, which the loss reads"
+        return Problem("output", network, notes.get("output") or notes["values"], remedy)
+    if y is None or not y.size:
+        return Problem("labels", network, "no labels were seen for some examples", "each example needs one label")
+    name, outputs = known[0], math.prod(first["output"][1:])
+    classes = np.issubdtype(y.dtype, np.integer) and y.ndim == 1
+    remedy = "one class, or one number for each output, is needed for an example"
+    masks = [len(y), *first["output"][2:]] == list(y.shape) and name in OF_CLASSES
+    if classes and (len(first["output"]) != 2 or y.min() < 0 or name not in OF_CLASSES):
+        return Problem("labels", network, f"{name} compares classes {y.shape} with {tuple(first['output'])}", remedy)
+    if not classes and not masks and (y.size != len(y) * outputs or not np.issubdtype(y.dtype, np.floating)):
+        why = f"labels are {y.dtype} of shape {y.shape[1:]}, outputs have shape {tuple(first['output'][1:])}"
+        return Problem("labels", network, why, remedy)
+    if len(first["output"]) > 2 and not first["reconstructs"]:
+        outputs = first["output"][1]
+    return _target(name, losses[name], outputs, first["reconstructs"])
+
+
+def _target(name: str, options: Mapping[str, Any], outputs: int, reconstructs: bool) -> Target | Problem:
+    given = {k: v for k, v in options.items() if k not in DEFAULTS or v != DEFAULTS[k]}
+    given.pop("reduction", None)  # it scales the loss, which is measured
+    if reconstructs:
+        measure = {"mse_loss": "squared_error", "binary_cross_entropy": "cross_entropy"}.get(name)
+        if measure is None:
+            return Problem(
+                "loss", "", f"{name} compares inputs with outputs", "name a loss (output, y, x) as [loss] use"
+            )
+        settings = {} if measure == "squared_error" else {"measure": measure}
+        return Target(name, {"use": "reconstruction", **settings}, outputs, True, tuple(given))
+    classes = 2 if outputs == 1 and name in TWO_CLASSES else outputs
+    if name in OF_TORCH:
+        plain = {k: v for k, v in given.items() if isinstance(v, bool | int | float | str)}
+        left_out = tuple(given.keys() - plain.keys())
+        return Target(name, {"use": f"torch.nn.functional:{name}", **plain}, classes, left_out=left_out)
+    own, shared = OWN[name]
+    kept: dict[str, Any] = {k: v for k, v in given.items() if k in shared}
+    if isinstance(weight := kept.get("pos_weight"), float):
+        kept["pos_weight"] = [weight]
+    table = {"use": own, **kept} if kept or name not in OF_CLASSES else {}
+    return Target(name, table, classes, left_out=tuple(given.keys() - kept.keys()))

@@ -1,1 +1,0 @@
-"""Figures for papers, one file for each kind."""
