@@ -61,6 +61,8 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
             case "precode_joint" | "grad_inversion":
                 kind = StochasticLayer if attack == "precode_joint" else nn.modules.batchnorm._BatchNorm
                 return any(isinstance(module, kind) for module in model.modules())
+            case "class_gaussian":
+                return federation.shards.dataset.labelled and not federation.shards.dataset.y.is_floating_point()
             case "gifd":
                 return prod(shape) <= GENERATED
             case "surrogate":
@@ -122,6 +124,8 @@ CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("standard", _search("gifd", "shadow")),
     ("thorough", _search("gifd", "off", given=True)),  # where little hides the update, as given is often ahead
     ("thorough", _search("gifd", "shadow", given=True)),
+    ("thorough", {"use": "idlg", "name": "idlg_labels_given", "labels": "given"}),  # ahead on smooth networks
+    ("thorough", {"use": "class_gaussian", "name": "class_gaussian_labels_given", "labels": "given"}),
     ("standard", {"use": "surrogate"}),
     ("standard", {"use": "several_rounds"}),
     ("standard", {"use": "lamp"}),

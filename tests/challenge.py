@@ -1,41 +1,17 @@
 """Simple attacks that enter the challenge: fedgauge reproduce challenge --allow tests --attack tests.challenge:nearest."""
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch.func import jvp, vmap
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
 from fedgauge.attacks.gaussian_prior import GaussianPrior, class_means, deviations
-from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.client.update import Batch, Update
-
-STARTS = 4
 
 
 def _row(update: Update) -> torch.Tensor:
     return torch.cat([t.flatten() for t in update.values()])
-
-
-@dataclass(frozen=True)
-class class_gaussian(Attack):
-    """A search of pixels under the classes' Gaussian."""
-
-    weight: float = 1e-5
-    tv: float = 0.0
-    starts: int = 1
-
-    def reconstruct(self, wave, known, budget, streams):  # type: ignore[no-untyped-def]
-        prior = {"use": "gaussian", "weight": self.weight, "by_class": True}
-        search = inverting_gradients(self.tv, 0.3, prior=prior)
-        short = replace(budget, iterations=budget.iterations // self.starts)
-        runs = [
-            search.reconstruct(wave, known, short, [partial(s, "start", i) for s in streams])
-            for i in range(self.starts)
-        ]
-        means = [torch.stack([r.x for r in one]).mean(0) for one in zip(*runs, strict=True)]
-        return [replace(r, x=x, iterations=budget.iterations) for r, x in zip(runs[0], means, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.data.corpora import Text
 from fedgauge.simulations.experiments import run_attack as attacking
+from fedgauge.simulations.experiments.paper_table_files import restrict, with_submissions
+from fedgauge.simulations.experiments.reproduce import reproduce
 from fedgauge.simulations.experiments.run_attack import compared_figures, run_attack
 from fedgauge.simulations.experiments.setups import build_setup
 from tests.simulations.experiments.small_tables import ANALYTIC, SGD, known_to_the_server, only, paper_table, sentences
@@ -68,6 +70,21 @@ def test_blending_remembers_each_clients_own_images_in_turns() -> None:
     torch.testing.assert_close(noise.iterations[:4], blended.iterations[:4], rtol=0.25, atol=0)
     assert bool((blended.iterations[4:] < noise.iterations[4:] / 2).all())
     assert [build_setup(replace(cell, n=n), 0).clients for n in (1, 5, 6)] == [1, 1, 2], "clients have equally many"
+
+
+def test_an_entered_attack_is_compared_with_the_strongest_of_the_others() -> None:
+    first = {"name": "mean", "use": "mean_image", "against": "strongest", "metrics": ["psnr", "psnr_gain"]}
+    table = paper_table(cell={"attack": [first, {"name": "random", "use": "random_image"}, ANALYTIC]})
+    entered = with_submissions(table, ["class_mean_image"])
+    rows = {(row.attack, row.metric): row for part in reproduce(entered) for row in part}
+    assert rows["analytic", "psnr"].here == PSNR_CAP
+    for name in ("mean", "class_mean_image"):
+        reached, gain = rows[name, "psnr"], rows[name, "psnr_gain"]
+        assert reached.here is not None and gain.here == pytest.approx(reached.here - PSNR_CAP)
+        assert gain.low is not None and gain.high is not None and gain.low < gain.here < gain.high
+        assert gain.note.endswith("analytic")
+    kept = restrict(entered, None, None, None, "class_mean").cells[0].attacks
+    assert [spec.name for spec in kept] == ["random", "analytic", "class_mean_image"]
 
 
 def test_a_defense_of_the_examples_has_a_second_truth() -> None:
