@@ -4,7 +4,7 @@
 # It needs no image registry: the base image is made by debootstrap. Settings: TORCH_INDEX, the Dockerfile's build argument; WHEELS, a folder
 # of wheels for pip in the image, where an index is out of reach; MIRROR, Debian's; WORK, a folder for everything; KEEP=1 leaves it;
 # PARTS, functions below that are called.
-# About 5 minutes on two cores, 6 GB of disk in $WORK. It ends what it started, and removes what it made, but for apt's packages.
+# About 15 minutes on two idle cores, 8 GB of disk in $WORK. It ends what it started, and removes what it made, but for apt's packages.
 set -euo pipefail
 checkout=$(realpath "${1:-$(dirname "$0")/../..}")
 WORK=${WORK:-$(mktemp -d)}
