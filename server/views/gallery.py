@@ -274,7 +274,7 @@ class Gallery:
             return ""
         guess = written(y[example])
         right = "" if truth is None or isinstance(guess, str) else " ✓" if truth[1] == guess else " ✗"
-        return f"{self.label_name(guess)}{', given' if attack in self.scores.told_labels else right}"
+        return f"{self.label_name(guess)}{', given' if attack in self.scores.given_labels else right}"
 
 
 def sampled(strengths: Mapping[Place, float], limit: int) -> list[Place]:
