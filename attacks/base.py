@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Checked, Count, Positive
 from fedgauge.client.data.images import by_channel
 from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.columns import Columns
@@ -33,7 +33,7 @@ class Observation:
 
     Args:
         buffers: the model's as the server sent them.
-        pull: where SCAFFOLD's control variates moved the client, which the server knows from the earlier rounds; {}: none.
+        correction: where SCAFFOLD's control variates moved the client, which the server knows from the earlier rounds; {}: none.
         returned: the buffers that the client sent back; {}: none.
     """
 
@@ -42,7 +42,7 @@ class Observation:
     params: Params
     update: Update
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    pull: Update = field(default_factory=dict)
+    correction: Update = field(default_factory=dict)
     returned: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -55,7 +55,7 @@ class Wave:
     params: Params
     update: Update  # each (K, ...)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    pull: Update = field(default_factory=dict)  # as the update, or {}
+    correction: Update = field(default_factory=dict)  # as the update, or {}
     returned: Mapping[str, Tensor] = field(default_factory=dict)  # each (K, ...), or {}
 
     @classmethod
@@ -69,12 +69,16 @@ class Wave:
         """
         first = observations[0]
         stacked = {k: torch.stack([o.update[k] for o in observations]) for k in first.update}
-        pulled = any(o.pull for o in observations)
-        pull = {k: torch.stack([o.pull.get(k, torch.zeros_like(o.update[k])) for o in observations]) for k in stacked}
+        corrected = any(o.correction for o in observations)
+        correction = {
+            k: torch.stack([o.correction.get(k, torch.zeros_like(o.update[k])) for o in observations]) for k in stacked
+        }
         clients = tuple(o.client for o in observations)
         names = set(first.returned).intersection(*(o.returned for o in observations))
         returned = {k: torch.stack([o.returned[k] for o in observations]) for k in first.returned if k in names}
-        return cls(first.round, clients, first.params, stacked, first.buffers, pull if pulled else {}, returned)
+        return cls(
+            first.round, clients, first.params, stacked, first.buffers, correction if corrected else {}, returned
+        )
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -86,16 +90,18 @@ class Wave:
 
     def to(self, device: torch.device) -> "Wave":
         """The wave on a device."""
-        parts = (self.params, self.update, self.buffers, self.pull, self.returned)
-        params, update, buffers, pull, returned = ({name: t.to(device) for name, t in part.items()} for part in parts)
-        return replace(self, params=params, update=update, buffers=buffers, pull=pull, returned=returned)
+        parts = (self.params, self.update, self.buffers, self.correction, self.returned)
+        params, update, buffers, correction, returned = (
+            {name: t.to(device) for name, t in part.items()} for part in parts
+        )
+        return replace(self, params=params, update=update, buffers=buffers, correction=correction, returned=returned)
 
     def of(self, chosen: Sequence[int]) -> "Wave":
         """A wave of only the chosen observations."""
-        parts = (self.update, self.pull, self.returned)
-        update, pull, returned = ({name: t[list(chosen)] for name, t in part.items()} for part in parts)
+        parts = (self.update, self.correction, self.returned)
+        update, correction, returned = ({name: t[list(chosen)] for name, t in part.items()} for part in parts)
         clients = tuple(self.clients[k] for k in chosen)
-        return replace(self, clients=clients, update=update, pull=pull, returned=returned)
+        return replace(self, clients=clients, update=update, correction=correction, returned=returned)
 
     def alone(self, k: int) -> Update:
         """The k-th observation's update."""
@@ -183,7 +189,7 @@ class Knowledge:
         return self.public
 
     def _chained(self, compute: UpdateFn) -> UpdateFn:
-        return (in_loops(self.chain.mean) if self.plain else self.chain.mean)(compute)
+        return (per_example_loop(self.chain.mean) if self.plain else self.chain.mean)(compute)
 
     def given(self, noise: Mapping[str, Tensor]) -> UpdateFn:
         """`forward` with fixed noise for the model's stochastic layers: by layer name, (steps, examples of a step, numbers)."""
@@ -265,15 +271,15 @@ class _one_after_the_other(per_example):
         return mean
 
 
-def in_loops(link: Transform) -> Transform:
+def per_example_loop(link: Transform) -> Transform:
     """The same transform without vmap, which refuses some models, in the links that take examples one by one."""
     if isinstance(link, Chain):
-        return Chain(tuple(in_loops(part) for part in link.links))
-    return _one_after_the_other(in_loops(link.inner)) if isinstance(link, per_example) else link
+        return Chain(tuple(per_example_loop(part) for part in link.links))
+    return _one_after_the_other(per_example_loop(link.inner)) if isinstance(link, per_example) else link
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Checked):
     """The budget of one attack on one observation.
 
     Args:
@@ -286,13 +292,9 @@ class Budget:
         '1,000 iterations x 2 restarts'
     """
 
-    iterations: int = 500
-    restarts: int = 1
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "iterations", "restarts")
-        check_above_zero(self, "seconds")
+    iterations: Count = 500
+    restarts: Count = 1
+    seconds: Positive | None = None
 
     def __str__(self) -> str:
         words = f"{_counted(self.iterations, 'iteration')} x {_counted(self.restarts, 'restart')}"
@@ -347,7 +349,7 @@ def _moved(t: Tensor | None, device: torch.device) -> Tensor | None:
     return None if t is None else t.to(device)
 
 
-class Attack(ABC):
+class Attack(Checked, ABC):
     """A frozen dataclass: its fields are the hyperparameters, its methods state capabilities and needs."""
 
     is_stateful: ClassVar[bool] = False  # whether it remembers what it learned from a client's earlier updates

@@ -426,14 +426,14 @@ def _counts_of_direction(system: np.ndarray, direction: np.ndarray, batch_size: 
     return max(improved, key=lambda pair: pair[0])[1]
 
 
-def _exchanged(gram: np.ndarray, pull: np.ndarray, counts: np.ndarray) -> tuple[float, np.ndarray]:
+def _exchanged(gram: np.ndarray, products: np.ndarray, counts: np.ndarray) -> tuple[float, np.ndarray]:
     """Replace one example's class at a time while that turns system k towards the direction: (cosine up to scale, k)."""
     size = gram.diagonal()
-    best = float(pull @ counts / np.sqrt(max(counts @ gram @ counts, 1e-24)))
+    best = float(products @ counts / np.sqrt(max(counts @ gram @ counts, 1e-24)))
     while True:
         along = gram @ counts
         norms = counts @ along + size[:, None] + size - 2 * gram + 2 * (along - along[:, None])  # of k - e_i + e_j
-        cosines = (pull @ counts + pull - pull[:, None]) / np.sqrt(np.maximum(norms, 1e-24))
+        cosines = (products @ counts + products - products[:, None]) / np.sqrt(np.maximum(norms, 1e-24))
         cosines[counts == 0] = -np.inf
         i, j = np.unravel_index(cosines.argmax(), cosines.shape)
         if cosines[i, j] <= best + 1e-12:

@@ -22,13 +22,15 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import GUESSES, HELD, MEMBER
 from fedgauge.attacks.modality.registry import BASELINES, MODALITIES
 from fedgauge.client.components import (
+    Checked,
     ComponentKind,
+    Count,
+    Natural,
     SpecError,
     Table,
     build,
     call,
     check_arguments,
-    check_at_least,
     coerce,
     is_own,
 )
@@ -136,7 +138,7 @@ class PlannedAttack:
             return ""
 
     @property
-    def tells_members(self) -> bool:
+    def tests_membership(self) -> bool:
         """Return whether it tests membership in a batch or in a client's dataset."""
         return self.metric in (MEMBER, HELD) and not self.is_limit
 
@@ -187,7 +189,7 @@ class PlannedAttack:
 
 
 @dataclass(frozen=True)
-class AttackPlan:
+class AttackPlan(Checked):
     """The attacks, and which rounds and clients they attack.
 
     Args:
@@ -205,10 +207,10 @@ class AttackPlan:
 
     attacks: tuple[PlannedAttack, ...]
     rounds: tuple[int, ...] | None = None
-    every: int = 1
+    every: Count = 1
     clients: tuple[int, ...] | None = None
-    wave: int = 8
-    seed: int = 0
+    wave: Count = 8
+    seed: Natural = 0
 
     @classmethod
     def from_tables(
@@ -240,15 +242,15 @@ class AttackPlan:
                 dataclasses.replace(p, tune="shadow") if "tune" not in t and p.build().tunes else p
                 for p, t in zip(planned, tables, strict=True)
             ]
-        tells_members = any(p.tells_members for p in planned)
+        tests_membership = any(p.tests_membership for p in planned)
         planned += [
-            PlannedAttack(n, {"use": use}, Budget(1), "given" if n in modality.told_labels else "restored")
+            PlannedAttack(n, {"use": use}, Budget(1), "given" if n in modality.given_labels else "restored")
             for n, use in modality.baselines.items()
         ]
-        if tells_members:
+        if tests_membership:
             planned += [PlannedAttack(n, {"use": "membership", "score": n}, Budget(1)) for n in GUESSES]
         planned += [
-            PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if tells_members or LIMITS[n]().metric != MEMBER
+            PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if tests_membership or LIMITS[n]().metric != MEMBER
         ]
         if canaries is not None:
             planned.append(PlannedAttack(CANARIES, {"use": CANARIES, **canaries}, Budget(1)))
@@ -264,10 +266,6 @@ class AttackPlan:
                 if not low <= value <= high:
                     raise SpecError(f"[audit]: {key} must be in {low}..{high}, got {value}")
         return call(cls, arguments, "[audit]")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "every", "wave")
-        check_at_least(self, 0, "seed")
 
     def attacks_round(self, round: int) -> bool:
         """Return whether the plan attacks a round (1-based)."""
@@ -320,7 +318,7 @@ def modalities_of(use: str) -> list[type[Modality]]:
 
 
 def describe(value: Any) -> str:
-    """Write a component table on one line, for tables and knowledge cards.
+    """Write a component table on one line, for tables and threat-model cards.
 
     Example:
         >>> describe({"use": "clip", "max_norm": 1.0, "each": True})

@@ -32,7 +32,6 @@ class NotRestored(ValueError):
     """The labels cannot be restored, but a search may optimise them together with the examples."""
 
 
-Activation = Callable[[Tensor], Tensor]
 Outputs = Callable[[Tensor], Tensor]  # the classifier's outputs (N, D) -> the network's outputs
 
 
@@ -50,8 +49,10 @@ def outputs_of(known: Knowledge, params: Params, layer: str) -> Outputs:
     result, calls = called(known.model, params, known.normalise(x.to(next(iter(params.values())))))
     last = [call for call in calls if call.name == layer][-1]
     if last.output.shape[:1] == result.shape[:1] and last.output.numel() == result.numel():
-        shares: list[Activation] = [partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1)]
-        for activation in [*ACTIVATIONS.values(), *shares]:
+        probabilities: list[Callable[[Tensor], Tensor]] = [
+            partial(f, dim=-1) for f in (torch.softmax, torch.log_softmax)
+        ]
+        for activation in (*ACTIVATIONS.values(), *probabilities):
             if close(activation(last.output).view_as(result), result):
                 return partial(_outputs, activation, result.shape[1:])
     raise NotRestored(

@@ -14,7 +14,7 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
 from fedgauge.client.labels import ordered
-from fedgauge.client.local_training import ControlledSGD, Pull, own_move
+from fedgauge.client.local_training import ControlledSGD, Correction, own_move
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
 from fedgauge.client.training import local_sgd
@@ -91,8 +91,8 @@ def waves_known_alike(model: nn.Module, chain: Chain, batch_size: int, wave: Wav
     Each client is a part of its own if SCAFFOLD's control variates are in the chain, or if it returned its batch's statistics.
     """
     local = chain.local
-    pulled = wave.pull and isinstance(local, ControlledSGD) and (local.steps > 1 or _behind(chain))
-    if not pulled and not (wave.returned and tells_statistics(model, chain, batch_size)):
+    corrected = wave.correction and isinstance(local, ControlledSGD) and (local.steps > 1 or _behind(chain))
+    if not corrected and not (wave.returned and reveals_statistics(model, chain, batch_size)):
         return [wave]
     return [wave.of([k]) for k in range(len(wave))]
 
@@ -100,25 +100,25 @@ def waves_known_alike(model: nn.Module, chain: Chain, batch_size: int, wave: Wav
 def as_known(known: Knowledge, wave: Wave) -> tuple[Knowledge, Wave]:
     """Knowledge and a wave with the client's control variates (SCAFFOLD) and returned buffers taken into account.
 
-    The pull is subtracted from the update, and steps begin where it moved them; behind a link that changes more than noise does,
-    a guess computes it too. The batch's own statistics replace the running ones, which train mode does not read.
+    The correction is subtracted from the update, and steps begin where it moved them. Behind a link that changes more than
+    noise does, a guess also computes it. The batch's own statistics replace the running ones, which train mode does not read.
     """
     chain, local = known.chain, known.chain.local
-    if wave.returned and tells_statistics(known.model, chain, known.batch_size):
+    if wave.returned and reveals_statistics(known.model, chain, known.batch_size):
         wave = replace(wave, buffers={**wave.buffers, **statistics_of_batch(known, wave)}, returned={})
-    if not wave.pull or not isinstance(local, ControlledSGD):
+    if not wave.correction or not isinstance(local, ControlledSGD):
         return known, wave
-    own, behind = Pull({k: t[0] for k, t in wave.pull.items()}), _behind(chain)
+    own, behind = Correction({k: t[0] for k, t in wave.correction.items()}), _behind(chain)
     if local.steps == 1 and not behind:
         trained: local_sgd = local_sgd(local.rate, 1, local.batch_size)
     else:
-        trained = replace(local, pull=own, corrected=not behind)
+        trained = replace(local, correction=own, corrected=not behind)
     chain = Chain(tuple(trained if link is local else link for link in chain.links))
-    update = wave.update if behind else own_move(wave.update, wave.pull)
-    return replace(known, chain=chain), replace(wave, update=update, pull={})
+    update = wave.update if behind else own_move(wave.update, wave.correction)
+    return replace(known, chain=chain), replace(wave, update=update, correction={})
 
 
-def tells_statistics(model: nn.Module, chain: Chain, batch_size: int) -> bool:
+def reveals_statistics(model: nn.Module, chain: Chain, batch_size: int) -> bool:
     """Return whether returned buffers reveal a batch's statistics: BatchNorm in train mode moves them once for a gradient."""
     whole = chain.local.gradients(batch_size) == 1 and chain.slice_of(batch_size) == batch_size
     return whole and bool(_tracking(model, chain))
@@ -152,7 +152,7 @@ def _tracking(model: nn.Module, chain: Chain) -> dict[str, _BatchNorm]:
     }
 
 
-def blurred_pull(known: Knowledge, attack: Attack) -> str:
+def blurred_correction(known: Knowledge, attack: Attack) -> str:
     """Return why an attack that reads the update cannot work with control variates that a defense has changed; else empty."""
     if known.chain.local.beside is None or not attack.takes_gradients:
         return ""

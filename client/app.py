@@ -88,9 +88,8 @@ def train(message: Message, context: Context) -> Message:
     params = message.content.array_records["arrays"].to_torch_state_dict()
     buffers = message.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
     with guard_memory(context.state) as met:
-        rows = fed.shards.rows_at(client, round)
         rng = generator(fed.protocol.seed, "inspection", client, round)
-        inspection = inspect_message(fed.inspection_policy, fed, client, round, rows, (params, buffers), met, rng)
+        inspection = inspect_message(fed.protocol.guard, fed.model, round, dict(params), met, rng)
     if inspection.withhold:  # nothing in a simulation is secret: the run records what only the owner would learn
         return Message(Error(WITHHELD, f"{REASON}: {inspection.withhold}"), reply_to=message)
     memory = context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict()
@@ -193,7 +192,7 @@ def _answer_with_update(message: Message, context: Context, own: DeployedClient,
     state.keep_drawn(round, drawn)  # recorded first: this round is never computed again
     entries = sum(p.numel() for p in params.values())
     facts = {"run": context.run_id, "round": round, "entries": entries, "terms": own.terms}
-    if suspicious := _suspicious(own, params, buffers, round, rows, context.run_id, state):
+    if suspicious := _suspicious(own, params, round, context.run_id, state):
         state.note("withheld", **facts, cause=suspicious)
         return withheld(message)
     update = own.compute(params, buffers, batch, memory)
@@ -209,22 +208,12 @@ def _answer_with_update(message: Message, context: Context, own: DeployedClient,
     return reply
 
 
-def _suspicious(
-    own: DeployedClient,
-    params: Params,
-    buffers: Mapping[str, Tensor],
-    round: int,
-    rows: list[int],
-    run: int,
-    state: ClientFolder,
-) -> str:
+def _suspicious(own: DeployedClient, params: Params, round: int, run: int, state: ClientFolder) -> str:
     """Return the guard's reason to refuse these weights; empty without a guard, or if it only logs."""
     if own.owner.guard is None or own.owner.guard.inspect == "off":
         return ""
-    policy = own.owner.guard.inspection_policy(own.chain.private)
     with state.inspection_memory(run) as met:
-        weights, chosen = (params, buffers), torch.tensor(rows)
-        inspection = inspect_message(policy, own, own.owner.client, round, chosen, weights, met)
+        inspection = inspect_message(own.owner.guard, own.model, round, params, met)
     if inspection.words:
         state.note("inspected", run=run, round=round, found=inspection.words)
     return inspection.withhold

@@ -14,11 +14,11 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 from fedgauge.client import registry
 from fedgauge.client.registry import ALLOW, OWN, PLUG_INS, Entry, allowed, is_in
@@ -420,3 +420,40 @@ def check_part(settings: object, name: str) -> None:
     """ValueError unless a setting is above 0 and at most 1."""
     if not 0 < getattr(settings, name) <= 1:
         raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(settings, name)}")
+
+
+def _at_least(least: int) -> Callable[[object, str], None]:
+    return lambda settings, name: check_at_least(settings, least, name)
+
+
+# ranges of fields, for classes that derive from Checked
+Count = Annotated[int, _at_least(1)]
+Natural = Annotated[int, _at_least(0)]
+NotNegative = Annotated[float, _at_least(0)]
+Positive = Annotated[float, check_above_zero]
+Share = Annotated[float, check_part]
+
+
+class Checked:
+    """A dataclass with fields that are checked against the ranges in their types; None passes.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class noise(Checked):
+        ...     scale: Positive
+        >>> noise(0.0)
+        Traceback (most recent call last):
+        ValueError: scale must be above 0, got 0.0
+    """
+
+    def __post_init__(self) -> None:
+        for name, check in _ranges(type(self)):  # type: ignore[arg-type]  # mypy takes a class's hash for its objects'
+            if getattr(self, name) is not None:
+                check(self, name)
+
+
+@cache
+def _ranges(kind: type[Any]) -> list[tuple[str, Callable[[object, str], None]]]:
+    """The checked fields of a dataclass, with their checks."""
+    hints = [(f.name, part) for f in fields(kind) for part in (f.type, *typing.get_args(f.type))]
+    return [(name, check) for name, part in hints for check in getattr(part, "__metadata__", ())]

@@ -17,7 +17,6 @@ from fedgauge.client.chain import Chain, trained_on
 from fedgauge.client.components import ComponentKind, SpecError, build, call, call_checked, coerce
 from fedgauge.client.data.canary_examples import with_canary_examples
 from fedgauge.client.data.images import Dataset, Shards, batch_of, split
-from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.labels import LabelKind
 from fedgauge.client.models.build import build_model
 from fedgauge.client.models.losses import (
@@ -232,11 +231,6 @@ class Federation:
     def own_gradient(self) -> UpdateFn:
         """The gradient as a client computes it: layers in train mode update the buffers that it sends."""
         return gradient(self.model, self.loss, normalise=self.shards.dataset.normalise, track=self.sends_buffers)
-
-    @property
-    def inspection_policy(self) -> InspectionPolicy:
-        """The clients' policy for inspecting received weights."""
-        return self.protocol.guard.beside(self.chain.private)
 
     @property
     def sends_buffers(self) -> bool:

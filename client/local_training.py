@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Count, NotNegative, Positive
 from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import Link, TransformState, UpdateDistribution
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, norm
@@ -30,25 +30,22 @@ class LocalTraining(local_sgd):
     """
 
     optimizer: OptimizerName = "sgd"
-    momentum: float = 0.0
+    momentum: NotNegative = 0.0
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.0
     schedule: Schedule = "constant"
-    step_size: int = 1
+    step_size: Count = 1
     gamma: float = 0.1
     shuffle: bool = False
-    accumulate: int = 1
-    max_norm: float | None = None
+    accumulate: Count = 1
+    max_norm: Positive | None = None
     examples: int | None = None
     smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 0, "eps", "weight_decay", "momentum")
-        check_at_least(self, 1, "accumulate", "step_size")
-        check_above_zero(self, "max_norm")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         if self.optimizer != "sgd" and (self.momentum or self.nesterov):
@@ -241,7 +238,7 @@ def local_training(
 
 
 @dataclass(frozen=True, eq=False)
-class Pull:
+class Correction:
     """SCAFFOLD's correction of a client's weights in a round: steps * rate * (c_i - c), by parameter."""
 
     of: Update
@@ -253,7 +250,7 @@ class Pull:
             found.update(
                 name.encode() + self.of[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
             )
-        return f"Pull({found.hexdigest()[:16]})"
+        return f"Correction({found.hexdigest()[:16]})"
 
 
 @dataclass(frozen=True)
@@ -262,15 +259,15 @@ class ControlledSGD(local_sgd):
 
     The client's variate c_i is the mean gradient of its last round, and the global one c the mean of all clients' (option II).
     With every client in every round, and a server that averages, c is the last move of the global weights over
-    -(steps * rate). So the pull of a round is the global weights less the end of the client's own gradients in its last round,
-    and nothing but weights and updates has to travel. It uses the sent update, after any defense.
+    -(steps * rate). So a round's correction is the global weights less the end of the client's own gradients in its last
+    round, and only weights and updates travel. It uses the sent update, after any defense.
 
     Attributes:
-        pull: correction of this round; None in a client's first round.
-        corrected: the update without the pull, for an attacker who knows it: only the sum of the gradients.
+        correction: correction of this round; None in a client's first round.
+        corrected: the update without the correction, for an attacker who knows it: only the sum of the gradients.
     """
 
-    pull: Pull | None = None
+    correction: Correction | None = None
     corrected: bool = False
 
     @property
@@ -279,7 +276,7 @@ class ControlledSGD(local_sgd):
 
     @property
     def one_gradient(self) -> bool:
-        return self.steps == 1 and (self.pull is None or self.corrected)
+        return self.steps == 1 and (self.correction is None or self.corrected)
 
     @property
     def words(self) -> str:
@@ -287,18 +284,22 @@ class ControlledSGD(local_sgd):
 
     def start(self, params: Params, step: int) -> Params:
         return (
-            params if self.pull is None else {k: p + self.pull.of[k] * (step / self.steps) for k, p in params.items()}
+            params
+            if self.correction is None
+            else {k: p + self.correction.of[k] * (step / self.steps) for k, p in params.items()}
         )
 
     @property
     def beside(self) -> Update | None:
-        return None if self.pull is None or self.corrected else self.pull.of
+        return None if self.correction is None or self.corrected else self.correction.of
 
     def bound(self, memory: TransformState, prefix: str) -> Transform:
         def wrap(compute: UpdateFn) -> UpdateFn:
             def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
-                pull = _pull_in(memory, prefix, params)
-                return replace(self, pull=Pull(pull) if pull else None)(compute)(params, batch, rng)
+                correction = _correction_in(memory, prefix, params)
+                return replace(self, correction=Correction(correction) if correction else None)(compute)(
+                    params, batch, rng
+                )
 
             return train
 
@@ -309,9 +310,9 @@ class ControlledSGD(local_sgd):
 
         def wrap(compute: UpdateFn) -> UpdateFn:
             def note(params: Params, batch: Batch, rng: Generator | None) -> Update:
-                pull = _pull_in(memory, prefix, params)
+                correction = _correction_in(memory, prefix, params)
                 sent = compute(params, batch, rng)
-                own = own_move(sent, pull)
+                own = own_move(sent, correction)
                 memory.update({f"{prefix}at.{k}": p.detach().clone() for k, p in params.items()})
                 # what is not finite must not stay for ever
                 memory.update({f"{prefix}own.{k}": t.detach().nan_to_num(0.0, 0.0, 0.0) for k, t in own.items()})
@@ -322,13 +323,13 @@ class ControlledSGD(local_sgd):
         return wrap
 
 
-def own_move(sent: Update, pull: Update) -> Update:
-    """Return the part of an update that comes from the client's gradients: the update without the round's pull."""
-    return {k: t - pull[k] for k, t in sent.items()} if pull else sent
+def own_move(sent: Update, correction: Update) -> Update:
+    """Return the part of an update that comes from the client's gradients: the update without the round's correction."""
+    return {k: t - correction[k] for k, t in sent.items()} if correction else sent
 
 
-def pull_after(at: Params, own: Update, params: Params) -> Update:
-    """The pull of a round that begins at params; {} if nothing was before.
+def correction_after(at: Params, own: Update, params: Params) -> Update:
+    """The correction of a round that begins at params; {} if nothing was before.
 
     Args:
         at, own: the weights that the client began its last round with, and its own move from there.
@@ -336,13 +337,13 @@ def pull_after(at: Params, own: Update, params: Params) -> Update:
     return {k: (p - at[k]) - own[k] for k, p in params.items()} if at else {}
 
 
-def _pull_in(memory: TransformState, prefix: str, params: Params) -> Update:
-    """Return the pull of a round that begins at params, from the entries of a client's memory with this prefix."""
+def _correction_in(memory: TransformState, prefix: str, params: Params) -> Update:
+    """Return the correction of a round that begins at params, from the entries of a client's memory with this prefix."""
     at, own = (
         {k.removeprefix(start): t for k, t in memory.items() if k.startswith(start)}
         for start in (f"{prefix}at.", f"{prefix}own.")
     )
-    return pull_after(at, own, params)
+    return correction_after(at, own, params)
 
 
 def scaffold(rate: float, steps: int = 1, batch_size: int | None = None) -> local_sgd:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.collusion import check_threshold
-from fedgauge.client.components import SpecError, Table, check_at_least, coerce, settings_of
+from fedgauge.client.components import Checked, Natural, SpecError, Table, check_at_least, coerce, settings_of
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.rng import generator
@@ -75,7 +75,7 @@ class SecureSumOptions:
 
 
 @dataclass(frozen=True)
-class CanaryOptions:
+class CanaryOptions(Checked):
     """Measurement of the noise's protection: clients that send fixed directions, or examples among clients' data.
 
     Args:
@@ -85,10 +85,10 @@ class CanaryOptions:
     """
 
     clients: int
-    examples: int = 0
+    examples: Natural = 0
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "examples")
+        super().__post_init__()
         check_at_least(self, 1 if self.examples else 2, "clients")  # one direction has no spread
 
 

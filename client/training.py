@@ -11,9 +11,10 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Count, NotNegative, Positive
 from fedgauge.client.models.losses import loss_of
 from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
@@ -43,7 +44,7 @@ class StochasticLayer(nn.Module):
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """In eval mode; afterwards each layer is in its own mode again."""
+    """Put the model into eval mode; afterwards restore each layer's mode."""
     training = [m for m in model.modules() if m.training]
     model.eval()
     try:
@@ -55,12 +56,16 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def drawing(model: nn.Module, rng: Generator | None) -> Iterator[Sequence[StochasticLayer]]:
-    """Give the stochastic layers a generator; afterwards the state of the pass is dropped."""
+    """Give the stochastic layers a generator, and dropout a seed from it; afterwards the state of the pass is dropped."""
     layers = [m for m in model.modules() if isinstance(m, StochasticLayer)]
+    drops = rng is not None and any(isinstance(m, _DropoutNd) and m.training and m.p for m in model.modules())
     for layer in layers:
         layer.rng = rng
     try:
-        yield layers
+        with torch.random.fork_rng(devices=[], enabled=drops):
+            if drops:
+                torch.manual_seed(int(torch.randint(2**62, (), generator=rng)))
+            yield layers
     finally:
         for layer in layers:
             layer.rng = layer.penalty = None
@@ -195,15 +200,10 @@ class local_sgd(Link):
         4
     """
 
-    rate: float
-    steps: int = 1
-    batch_size: int | None = None
-    proximal_mu: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "rate")
-        check_at_least(self, 1, "steps", "batch_size")
-        check_at_least(self, 0, "proximal_mu")
+    rate: Positive
+    steps: Count = 1
+    batch_size: Count | None = None
+    proximal_mu: NotNegative = 0.0
 
     @property
     def accumulated(self) -> int:
@@ -212,7 +212,7 @@ class local_sgd(Link):
 
     @property
     def plain(self) -> bool:
-        """Check that each step is one rate times the gradient of the next slice, plus the proximal pull."""
+        """Check that each step is one rate times the gradient of the next slice, plus the proximal proximal."""
         return True
 
     @property
@@ -287,8 +287,8 @@ class local_sgd(Link):
                 if self.accumulated > 1:
                     g = {k: sum((other[k] for other in found[1:]), t) / self.accumulated for k, t in g.items()}
                 if self.proximal_mu and change:
-                    pull = self.proximal_mu * len(parts) / self.accumulated
-                    g = {k: t + pull * change[k] for k, t in g.items()}
+                    proximal = self.proximal_mu * len(parts) / self.accumulated
+                    g = {k: t + proximal * change[k] for k, t in g.items()}
                 rate = self.rate_at(step)
                 moved = self.direction(g, here, memory, step)
                 change = {k: change[k] - rate * t if change else -rate * t for k, t in moved.items()}

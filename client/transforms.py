@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 from torch.func import vmap
 
+from fedgauge.client.components import Checked
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, average
 
 
@@ -43,7 +44,7 @@ class UpdateDistribution:
 TransformState = dict[str, Tensor]  # what a client keeps from one round to the next; it never travels
 
 
-class Link(ABC):
+class Link(Checked, ABC):
     """A transform that a scenario can name: a frozen dataclass with its arguments as fields.
 
     Attributes:

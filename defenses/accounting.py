@@ -211,8 +211,6 @@ class Accountant:
         found = mechanism(federation.chain if secret else federation.chain.deployed, batch_size, model)
         if fitted := federation.shards.dataset.fitted:
             raise NoGuarantee(f"no epsilon: {', '.join(fitted)} of [data] are computed from the examples; give them")
-        if (guard := federation.inspection_policy).inspect != "off" and guard.examples is not False:
-            raise NoGuarantee("no epsilon: with [guard] examples = true the examples decide whether a client answers")
         return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
     def spent(self, rounds: int, shard: int) -> PrivacySpent:

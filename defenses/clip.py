@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
-from fedgauge.client.components import check_above_zero
+from fedgauge.client.components import Positive
 from fedgauge.client.transforms import UpdateTransform
 from fedgauge.client.update import Update, at_least_single, norm
 
@@ -23,12 +23,9 @@ class clip(UpdateTransform):
     {'w': tensor([0.6000, 0.8000])}
     """
 
-    max_norm: float
+    max_norm: Positive
 
     bounds: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "max_norm")
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         size = norm(update)

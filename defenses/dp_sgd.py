@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Generator
 
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count, NotNegative, Positive
 from fedgauge.client.transforms import Link, UpdateDistribution, per_example
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn
 from fedgauge.defenses.clip import clip
@@ -28,17 +28,12 @@ class dp_sgd(Link):
         gaussian(sigma=0.25)
     """
 
-    max_norm: float
-    noise_multiplier: float
-    batch_size: int
+    max_norm: Positive
+    noise_multiplier: NotNegative
+    batch_size: Count
 
     each: ClassVar[bool] = True
     bounds: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "noise_multiplier")
-        check_at_least(self, 1, "batch_size")
-        clip(self.max_norm)  # checks the norm
 
     @property
     def parts(self) -> Chain:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import check_part
+from fedgauge.client.components import Share
 from fedgauge.client.rng import seed_of
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
@@ -23,11 +23,8 @@ class mask(UpdateTransform):
         {'w': tensor([0., 0., 0., 0., 0., 1., 1., 0.])}
     """
 
-    keep: float
+    keep: Share
     seed: int | None = None
-
-    def __post_init__(self) -> None:
-        check_part(self, "keep")
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: torch.where(self._draw(k, t, rng) < self.keep, t, torch.zeros_like(t)) for k, t in update.items()}

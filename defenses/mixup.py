@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedgauge.client.components import check_above_zero
+from fedgauge.client.components import Positive
 from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import identity
@@ -29,12 +29,12 @@ class mixup(BatchTransform):
         torch.Size([2, 2])
     """
 
-    alpha: float
+    alpha: Positive
     classes: int
     batch_size: int
 
     def __post_init__(self) -> None:
-        check_above_zero(self, "alpha")
+        super().__post_init__()
         _check(self.batch_size)
 
     @property

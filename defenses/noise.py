@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import NotNegative
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform, transformed
 from fedgauge.client.update import Update, UpdateFn
 from fedgauge.defenses.discrete_draws import STEPS, RandomBits, laplace_draws, normal_draws
@@ -69,10 +69,7 @@ class gaussian(_Noise):
         0.1
     """
 
-    sigma: float
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "sigma")
+    sigma: NotNegative
 
     @property
     def deployed(self) -> Link:
@@ -94,10 +91,7 @@ class laplace(_Noise):
         0.1
     """
 
-    scale: float
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "scale")
+    scale: NotNegative
 
     @property
     def deployed(self) -> Link:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import check_above_zero, check_at_least, check_part
+from fedgauge.client.components import Count, Positive, Share
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 from fedgauge.defenses.noise import gaussian
@@ -35,14 +35,13 @@ class percentile_privacy(UpdateTransform):
     """
 
     percentile: float = 10.0
-    gamma: float = 0.01
-    steps: int = 1
+    gamma: Positive = 0.01
+    steps: Count = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.percentile <= 100:
             raise ValueError(f"percentile must be in 0..100, got {self.percentile}")
-        check_above_zero(self, "gamma")
-        check_at_least(self, 1, "steps")
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         magnitudes = _flat(update).detach().abs() / self.steps
@@ -88,25 +87,23 @@ class svt_privacy(UpdateTransform):
         tensor([ 0.,  0.,  0., -3.])
     """
 
-    fraction: float = 0.1
-    epsilon: float = 0.1
-    noise_var: float = 0.1
-    gamma: float = 1e-5
+    fraction: Share = 0.1
+    epsilon: Positive = 0.1
+    noise_var: Positive = 0.1
+    gamma: Positive = 1e-5
     tau: float = 1e-6
-    steps: int = 1
+    steps: Count = 1
     version: str = "2.8"
     replace: bool = True
-    epsilon_threshold: float | None = None
-    epsilon_query: float | None = None
-    epsilon_release: float | None = None
+    epsilon_threshold: Positive | None = None
+    epsilon_query: Positive | None = None
+    epsilon_release: Positive | None = None
 
     def __post_init__(self) -> None:
-        check_part(self, "fraction")
-        check_above_zero(self, "epsilon", "noise_var", "gamma")
-        check_at_least(self, 1, "steps")
-        check_above_zero(self, *(own := ("epsilon_threshold", "epsilon_query", "epsilon_release")))
+        super().__post_init__()
         if self.version not in VERSIONS:
             raise ValueError(f"version must be one of {', '.join(VERSIONS)}, got {self.version!r}")
+        own = ("epsilon_threshold", "epsilon_query", "epsilon_release")
         if self.version == "2.7" and (given := [name for name in own if getattr(self, name) is not None]):
             raise ValueError(f"{given[0]} needs version 2.8")
         threshold, query = self._split(1)

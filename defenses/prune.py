@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import check_part
+from fedgauge.client.components import Share
 from fedgauge.client.transforms import UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 
@@ -19,10 +19,7 @@ class prune(UpdateTransform):
         {'w': tensor([ 0., -4.,  0.,  3.])}
     """
 
-    keep: float
-
-    def __post_init__(self) -> None:
-        check_part(self, "keep")
+    keep: Share
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: self._prune(t) for k, t in update.items()}

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedgauge.client.collusion import Tolerance, check_threshold, tolerance
-from fedgauge.client.components import check_above_zero
+from fedgauge.client.components import Checked, Positive
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Train, Value, Vector
 from fedgauge.defenses.shared_secrets import (
     SECRET,
@@ -104,7 +104,7 @@ class ClientSession:
 
 
 @dataclass(frozen=True)
-class PairwiseMasking(SecureSum):
+class PairwiseMasking(Checked, SecureSum):
     """The protocol, with the terms that all parties agree on beforehand: a client accepts no other terms from a server.
 
     An update's entries are clipped to [-clip, clip] and rounded to evenly spaced levels with zero among them, which moves an
@@ -124,13 +124,13 @@ class PairwiseMasking(SecureSum):
     """
 
     group: int
-    clip: float
+    clip: Positive
     threshold: int | None = None
     colluders: int | None = field(default=None, repr=False)  # a party's own demand: the other need not share it
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_threshold(self.group, self.least, self.colluders)
-        check_above_zero(self, "clip")
         if self.group * MOST_EXAMPLES * LEVELS >= 2**64:
             raise ValueError(f"group must be smaller for a sum in 64 bits, got {self.group}")
 

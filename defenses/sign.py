@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Generator
 
-from fedgauge.client.components import check_above_zero
+from fedgauge.client.components import Positive
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 
@@ -19,10 +19,7 @@ class sign(UpdateTransform):
         {'w': tensor([-0.5000,  0.0000,  0.5000])}
     """
 
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "scale")
+    scale: Positive = 1.0
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         return {k: self.scale * t.sign() for k, t in update.items()}

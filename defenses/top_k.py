@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator
 
-from fedgauge.client.components import check_part
+from fedgauge.client.components import Share
 from fedgauge.client.transforms import Link, StatefulTransform, UpdateDistribution
 from fedgauge.client.update import Update
 
@@ -26,11 +26,8 @@ class top_k(StatefulTransform):
         ({'w': tensor([ 0., -3.])}, {'w': tensor([1.5000, 0.0000])})
     """
 
-    keep: float
+    keep: Share
     error_feedback: bool = True
-
-    def __post_init__(self) -> None:
-        check_part(self, "keep")
 
     def initial(self, update: Update) -> Update:
         return {k: torch.zeros_like(t) for k, t in update.items()} if self.error_feedback else {}

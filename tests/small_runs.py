@@ -12,7 +12,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.plan_coverage import PlanCoverage
-from fedgauge.server.views.reading import TWO_CLASSES, Reading
+from fedgauge.server.views.reading import TWO_CLASSES, RunSnapshot
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.verdict import Verdict, verdict_of
 
@@ -60,7 +60,7 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario.from_tables(tables | changes)
 
 
-class LedgerAlone(Reading):
+class LedgerAlone(RunSnapshot):
     """What a ledger without a run's folder holds by now; no more jobs come to it."""
 
     plan_coverage, built, state = PlanCoverage(), None, "complete"  # type: ignore[assignment]

@@ -242,7 +242,7 @@ def test_the_table_of_the_page_is_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_secure_sum_of_an_owners_file_can_be_agreed() -> None:
-    (example,) = blocks(text_of("docs/deploy.md"), "toml")
+    (example,) = blocks(text_of("docs/client-owner.md"), "toml")
     terms = build_secure_sum(tomllib.loads(example)["secure_sum"], "[secure_sum]")
     assert (terms.group, terms.threshold, terms.clip) == (3, 3, 0.1)  # type: ignore[attr-defined]  # of PairwiseMasking
 

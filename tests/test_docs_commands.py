@@ -36,9 +36,8 @@ ELSEWHERE: Mapping[
     "audit RUN --devices": "simulations/cli/test_devices.py",
     "audit runs/theirs --allow mine --truth": "server/strategy/test_tester_truth.py",
     "audit": "test_docs_code.py",
-    "client-report": "simulations/reports/test_client_report.py",
     "deploy up": "simulations/deploy/test_local_start.py",
-    "doctor client.toml": "simulations/reports/test_client_report.py",
+    "doctor client.toml": "simulations/checks/test_owner_check.py",
     "doctor mine.toml": "test_docs_code.py",
     "doctor": "simulations/cli/test_scenario_commands.py",
     "reproduce suite": "simulations/experiments/test_suite.py",
@@ -74,10 +73,10 @@ def test_a_command_that_is_not_run_here_is_in_the_test_that_is_named(start: str)
 
 
 def test_flowers_own_command_can_be_given() -> None:
-    page = (ROOT / "docs/deploy.md").read_text().replace("\\\n", "")
+    page = "\n".join(page.read_text() for page in PAGES).replace("\\\n", "")
     parser = importlib.import_module("flwr.supernode.cli.flower_supernode")._parse_args_run_supernode()
     lines = re.findall(r"flower-supernode (--.*)$", page, re.MULTILINE)
-    assert len(lines) == 2 and all(parser.parse_args(shlex.split(line)).superlink for line in lines)
+    assert lines and all(parser.parse_args(shlex.split(line)).superlink for line in lines)
 
 
 @pytest.mark.full
@@ -102,6 +101,10 @@ def test_the_commands_of_the_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
         words = words[: words.index(">")] if ">" in words else words
         if words[0] == "init":
             (tmp_path / "scenario.toml").unlink()
+        if words[:2] == ["deploy", "init"]:
+            shutil.rmtree(words[2], ignore_errors=True)
+        if "federation/runs/federation" in words:  # of a deployment that has trained
+            shutil.copytree(run.folder, words[1], dirs_exist_ok=True)
         status = main(words)
         assert status == (words[0] in FAILS and "--fail-above" in words), line
         if words[0] == "init":

@@ -21,7 +21,7 @@ NO_VALUE = datetime.date(2026, 1, 1)  # TOML can write it, and no key takes it
 COMPONENTS: dict[str, dict[str, Any]] = {
     "data": {"use": "mnist5k"},
     "model": {"use": "mlp", "hidden": [4], "activation": "relu"},
-    "loss": {"use": "cross_entropy", "label_smoothing": 0.0},
+    "loss": {"use": "focal", "gamma": 2.0},
     "chain": {"use": "clip", "max_norm": 1.0},
     "attack": {"use": "analytic"},
     "server_attack": {"use": "class_fishing", "target": 0},

@@ -6,6 +6,7 @@ over all problems, vmap, or a loop over problems.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -67,6 +68,10 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         try:
             logits = _passed(model, params, x)
         except Exception as error:  # a user's model may raise anything
+            if len(inputs := _inputs(model)) > 1:
+                why = f"takes several inputs ({', '.join(inputs)}), and an example is one array"
+                remedy = "put them side by side in one vector, and wrap the model in one that takes it apart"
+                return Problem("several inputs", "the model", why, remedy)
             why = f"cannot take a batch of {' x '.join(map(str, x.shape))} ({error_line(error)})"
             return Problem("forward", running[-1] if running else "the model", why, "build it for such examples")
     if not isinstance(logits, Tensor):
@@ -89,6 +94,13 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
                 "draws", layer, why, "set its probability to 0, put it in eval mode, or let it return its mean"
             )
     return None
+
+
+def _inputs(model: nn.Module) -> list[str]:
+    """Return the names of the inputs that a model needs."""
+    free = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in given if p.kind in free and p.default is p.empty]
 
 
 def parameter_problem(model: nn.Module, params: Params) -> Problem | None:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import check_part
+from fedgauge.client.components import Checked, Share
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Update, norm
 
@@ -26,7 +26,7 @@ class InnerProducts(NamedTuple):
     expected: Tensor
 
 
-class Distance(ABC):
+class Distance(Checked, ABC):
     """A frozen dataclass: its fields are the distance's parameters."""
 
     @property
@@ -181,6 +181,23 @@ class _OverOther(Distance):
 
 
 @dataclass(frozen=True)
+class each(_OverOther):
+    """The mean of another distance over the tensors: large ones do not outweigh those of the layers next to the input."""
+
+    density = False
+
+    @property
+    def by_products(self) -> bool:
+        return self.inner.by_products
+
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
+        return torch.stack([self.inner.of({name: p}) for name, p in products.items()]).mean(0)
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return torch.stack([self.inner({k: seen[k]}, {k: t}) for k, t in expected.items()]).mean()
+
+
+@dataclass(frozen=True)
 class visible(_OverOther):
     """Another distance over the entries that are not exactly zero in the observed update: for pruning and for unknown masks."""
 
@@ -192,10 +209,7 @@ class visible(_OverOther):
 class largest(_OverOther):
     """Another distance over a share of each tensor's entries: those that are largest in the observed update."""
 
-    keep: float
-
-    def __post_init__(self) -> None:
-        check_part(self, "keep")
+    keep: Share
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         kept = {k: self._kept(seen[k]) for k in expected}

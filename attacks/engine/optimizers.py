@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Checked, Count, Positive
 
 # points (N, D), their problems (N,) -> values (N,), gradients (N, D)
 Evaluate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -19,7 +19,7 @@ STRIDE = 10  # steps between two checks for a plateau
 
 
 @dataclass(frozen=True)
-class adam:
+class adam(Checked):
     """Adam (Kingma & Ba, 2015), elementwise, so that problems stay independent.
 
     Args:
@@ -29,14 +29,11 @@ class adam:
         decay: the rate is multiplied by this after every iteration.
     """
 
-    rate: float = 0.1
+    rate: Positive = 0.1
     signed: bool = False
     cuts: tuple[float, ...] = ()
     decay: float = 1.0
     state_per_variable = 2  # numbers kept for each one that is searched for
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "rate")
 
     def rate_at(self, iteration: int, iterations: int) -> float:
         """The step size of an iteration.
@@ -58,7 +55,7 @@ class adam:
 
 
 @dataclass(frozen=True)
-class lbfgs:
+class lbfgs(Checked):
     """L-BFGS with a line search for each problem (Nocedal & Wright, ch. 7).
 
     The published gradient-matching codes have no line search and diverge in about one of four runs. Here each step
@@ -71,13 +68,10 @@ class lbfgs:
         restart_above: a problem that ends above this value starts again from a new draw, with the rest of its budget.
     """
 
-    history: int = 20
+    history: Count = 20
     plateau: float = 1e-9
     tolerance: float = -math.inf
     restart_above: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "history")
 
     @property
     def state_per_variable(self) -> int:

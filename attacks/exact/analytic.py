@@ -68,7 +68,7 @@ class _Stack:
             activations.append(activation_between(below, above))
             layers.append(above)
         if not layers[-1].bias:
-            raise ValueError("no fully connected layer that follows from the example has a bias")
+            raise ValueError("no fully connected layer that reads the example has a bias")
         return cls(reads, tuple(layers), tuple(activations))
 
 

@@ -18,7 +18,7 @@ from fedgauge.attacks.learned.generators import GeneratorTraining, ImageGenerato
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import Prior, gaussian, other_priors, total_variation
 from fedgauge.attacks.matching.problems import Problems
-from fedgauge.client.components import Table, check_above_zero, check_at_least
+from fedgauge.client.components import Count, NotNegative, Positive, Table
 from fedgauge.client.update import Params
 
 TOGETHER = 16  # problems at once, each with its own generator
@@ -37,19 +37,14 @@ class GeneratorSearch(Attack):
         normal: weight of normal densities around the class means, fitted to auxiliary images; 1 for noise of a known density.
     """
 
-    latent: int = 128
-    width: int = 32
-    training: int = 2000
-    rate: float = 0.05
-    prior: float = 1e-4
-    tv: float = 1e-4
-    normal: float = 0.0
+    latent: Count = 128
+    width: Count = 32
+    training: Count = 2000
+    rate: Positive = 0.05
+    prior: NotNegative = 1e-4
+    tv: NotNegative = 1e-4
+    normal: NotNegative = 0.0
     tunes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "latent", "width", "training")
-        check_at_least(self, 0, "prior", "tv", "normal")
-        check_above_zero(self, "rate")
 
     @property
     def own_generator(self) -> Table | None:
@@ -106,7 +101,9 @@ class GeneratorSearch(Attack):
             found.append(Reconstruction(x, labels[k], float(objectives[best]), done, seconds, status, reason))
         return found
 
-    def pull(self, problems: Problems, rows: Tensor, x: Tensor, z: Tensor | None, leaves: Sequence[Tensor]) -> Tensor:
+    def objective(
+        self, problems: Problems, rows: Tensor, x: Tensor, z: Tensor | None, leaves: Sequence[Tensor]
+    ) -> Tensor:
         """The objectives (n,) of images x (n, B, C, H, W); their slopes, with those of the latents' density, are left in leaves.
 
         Args:
@@ -129,7 +126,7 @@ class GeneratorSearch(Attack):
         while spent < iterations and not clock.over():
             with torch.enable_grad():
                 leaves, x, latents = steps.send(value)
-                value = self.pull(problems, rows, x, latents, leaves)
+                value = self.objective(problems, rows, x, latents, leaves)
             better = value < lowest
             lowest = torch.where(better, value, lowest)
             best = torch.where(better.view(-1, 1, 1, 1, 1), x.detach(), best)
@@ -152,14 +149,12 @@ class gi_gip(GeneratorSearch):
         weight_rate: of Adam on the weights.
     """
 
-    share: float = 0.5
-    weight_rate: float = 3e-3
+    share: NotNegative = 0.5
+    weight_rate: Positive = 3e-3
     generator: dict | None = None  # type: ignore[type-arg]  # as TOML gives it; `check` looks at what is in it
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_above_zero(self, "weight_rate")
-        check_at_least(self, 0, "share")
         if self.generator is not None:
             check(self.generator)
 

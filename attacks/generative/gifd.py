@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedgauge.attacks.generative.gi_gip import GeneratorSearch, Steps
 from fedgauge.attacks.learned.generators import Decoder, ImageGenerator
-from fedgauge.client.components import check_above_zero
+from fedgauge.client.components import Positive
 
 LAYERS = 3  # latents and the decoder's two inner layers
 
@@ -26,11 +26,7 @@ class gifd(GeneratorSearch):
         radius: of the first inner layer's ball, as a part of its features' l1 norm; the second one's is twice that.
     """
 
-    radius: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_above_zero(self, "radius")
+    radius: Positive = 0.5
 
     def _steps(self, generator: ImageGenerator, z: Tensor, iterations: int) -> Steps:
         decoder, many = generator.network, z.shape[:2]

@@ -19,7 +19,7 @@ from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord, came_back, wro
 from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import (
     as_known,
-    blurred_pull,
+    blurred_correction,
     chosen_auxiliary,
     needs_truth,
     public_knowledge,
@@ -179,7 +179,7 @@ class Auditor:
         try:
             if not reason:
                 known, wave = self._threat(planned, attack, seen, members)
-                reason = blurred_pull(known, attack)
+                reason = blurred_correction(known, attack)
             if not reason:
                 case = Case(self.federation, planned.name, known, wave, seen, others, memories, self.seed)
                 (rows, remembered), reason = attack.measure(case), NOT_FINITE
@@ -222,7 +222,7 @@ class Auditor:
         known, wave = self._threat(planned, attack, wave, members)
         streams = [self.stream(planned, wave.round, client) for client in wave.clients]
         started = time.perf_counter()
-        if blurred := blurred_pull(known, attack):
+        if blurred := blurred_correction(known, attack):
             return [
                 (result, memories.get(c)) for c, result in zip(wave.clients, not_applicable(wave, blurred), strict=True)
             ]

@@ -1,4 +1,4 @@
-"""Knowledge cards: an attack's threat model in one sentence, shown with its scores."""
+"""Threat-model cards: an attack's threat model in one sentence, shown with its scores."""
 
 from functools import lru_cache
 
@@ -8,7 +8,7 @@ from torch import nn
 from fedgauge.attacks.measure import Measure
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack, describe
-from fedgauge.attacks.threat_model import tells_statistics
+from fedgauge.attacks.threat_model import reveals_statistics
 from fedgauge.client.federation import Federation, whole_parts
 from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.models.losses import is_cross_entropy
@@ -44,7 +44,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
     parts = [
         server,
         "candidates with their labels, and not which of them are members"
-        if planned.tells_members
+        if planned.tests_membership
         else f"labels {attack.label_source if planned.labels == 'restored' else planned.labels}",
         f"chain {planned.defense}: {links}",
         *(["the order of each epoch assumed"] if isinstance(local, LocalTraining) and local.shuffle else []),
@@ -71,7 +71,7 @@ def _batch_norm(fed: Federation) -> str:
     if not fed.model.training:
         return "BatchNorm in eval mode, statistics known"
     returned = fed.sends_buffers and fed.protocol.secure_sum is None
-    known = returned and tells_statistics(fed.model, fed.chain, fed.shards.batch_size)
+    known = returned and reveals_statistics(fed.model, fed.chain, fed.shards.batch_size)
     return (
         f"BatchNorm in train mode, the batch's statistics {'known from the returned buffers' if known else 'unknown'}"
     )

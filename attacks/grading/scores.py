@@ -39,7 +39,7 @@ class Grader:
         return metrics if self.only is None else [metric for metric in metrics if metric.name in self.only]
 
     def leaked(self, result: Reconstruction, truth: Batch) -> list[float]:
-        """The main metric of each example, as it counts in a mean; empty if nothing came back."""
+        """The main metric of each example, as it counts in a mean; empty without a reconstruction."""
         main = self.modality.main
         rows = replace(self, only={main.metric}).grade("", 0, 0, result, truth)[1]
         values = [row.value for row in rows if row.metric == main.metric and row.value is not None]

@@ -12,12 +12,12 @@ import torch
 from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Checked, Count, Natural, NotNegative
 from fedgauge.client.update import Batch
 
 
 @dataclass(frozen=True)
-class Auxiliary:
+class Auxiliary(Checked):
     """A choice among the images reserved for the attacker.
 
     Args:
@@ -28,15 +28,14 @@ class Auxiliary:
         transform: pseudo-images are normal and independent in each coefficient of the cosine transform, or in each pixel.
     """
 
-    size: int | None = None
+    size: Count | None = None
     classes: tuple[int, ...] = ()
-    beta: float = 0.0
-    pseudo: int = 0
+    beta: NotNegative = 0.0
+    pseudo: Natural = 0
     transform: Literal["dct", "pixel"] = "dct"
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "size")
-        check_at_least(self, 0, "pseudo", "beta")
+        super().__post_init__()
         if self.beta > (1 if self.classes else 0):
             raise ValueError(f"beta is the share, 0 to 1, of images of other classes than classes, got {self.beta}")
 
@@ -70,7 +69,7 @@ class Auxiliary:
         return order[:count]
 
     def __str__(self) -> str:
-        """For the knowledge card, after the number of images."""
+        """For the threat-model card, after the number of images."""
         words = "auxiliary images of the same distribution"
         if self.classes:
             words = f"auxiliary images, {1 - self.beta:.0%} of them of classes {', '.join(map(str, self.classes))}"

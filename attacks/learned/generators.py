@@ -20,7 +20,7 @@ from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.learned.auxiliary import auxiliary_of
 from fedgauge.attacks.learned.trainer import perceptron, seeded
-from fedgauge.client.components import ComponentKind, SpecError, Table, build, check_arguments, check_at_least, resolve
+from fedgauge.client.components import Checked, ComponentKind, Count, SpecError, Table, build, check_arguments, resolve
 from fedgauge.client.models.vision import Shape, load_weights
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
@@ -69,6 +69,8 @@ class ImageGenerator:
 
 def generator_of(table: Table | None, trained: "GeneratorTraining", known: Knowledge) -> ImageGenerator:
     """A user's own generator if a table names one, else one trained on the auxiliary images; ValueError if neither fits."""
+    if len(known.shape) != 3:
+        raise ValueError(f"a generator makes images (C, H, W), and an example has the shape {tuple(known.shape)}")
     if table:
         return own(table, known.shape)
     return ImageGenerator(trained.decoder(known), (trained.latent,), known.shape)
@@ -188,7 +190,7 @@ def fully_connected(
 
 
 @dataclass(frozen=True)
-class GeneratorFile:
+class GeneratorFile(Checked):
     """The keys of a generator's table that are not its component's arguments.
 
     Args:
@@ -198,11 +200,11 @@ class GeneratorFile:
     """
 
     weights: Path
-    latent: int | None = None
+    latent: Count | None = None
     range: tuple[float, ...] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "latent")
+        super().__post_init__()
         if len(self.range) != 2 or not self.range[0] < self.range[1]:
             raise SpecError(f"range must be black and white, such as [0, 1] or [-1, 1], got {list(self.range)}")
 

@@ -32,7 +32,7 @@ from fedgauge.attacks.learned.refinement import refine
 from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, seeded, train_inverter
-from fedgauge.client.components import check_above_zero, check_at_least, check_part
+from fedgauge.client.components import Count, Natural, Positive, Share
 from fedgauge.client.pairing import assigned
 
 NOTHING = torch.zeros(16, dtype=torch.uint8)
@@ -61,22 +61,16 @@ class learning_to_invert(StatefulAttack):
     """
 
     architecture: Literal["published", "refined"] = "published"
-    hidden: int = 3000
-    layers: int = 3
-    batch: int = 256
-    rate: float = 1e-4
-    patience: int = 10
+    hidden: Count = 3000
+    layers: Count = 3
+    batch: Count = 256
+    rate: Positive = 1e-4
+    patience: Count = 10
     by_label: bool = False
-    buckets: int = 0
+    buckets: Natural = 0
     signed: bool = False
-    passes: int = 1
-    again: float = 0.25
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "hidden", "layers", "batch", "patience", "passes")
-        check_at_least(self, 0, "buckets")
-        check_above_zero(self, "rate")
-        check_part(self, "again")
+    passes: Count = 1
+    again: Share = 0.25
 
     trains_first = True
 

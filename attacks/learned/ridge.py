@@ -18,7 +18,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Str
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.learned.trainer import TrainingRecord
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count, Natural
 from fedgauge.client.update import Update
 
 BONDS = (0.0, 1.0, 10.0)
@@ -159,12 +159,8 @@ class ridge_inversion(Attack):
         passes: how often each auxiliary image is grouped with others, for batches of several.
     """
 
-    buckets: int = 0
-    passes: int = 1
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "buckets")
-        check_at_least(self, 1, "passes")
+    buckets: Natural = 0
+    passes: Count = 1
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         try:

@@ -26,7 +26,7 @@ from fedgauge.attacks.engine.computation import (
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
-from fedgauge.client.components import Table, check_at_least
+from fedgauge.client.components import Count, Table
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Batch, Params, relative_error
 
@@ -135,12 +135,9 @@ class reversible_blocks(ServerAttack):
         zero: send a classifier of zeros, which separates batches.
     """
 
-    blocks: int = 3
-    width: int = 16
+    blocks: Count = 3
+    width: Count = 16
     zero: bool = False
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "blocks", "width")
 
     @property
     def architecture(self) -> Table:

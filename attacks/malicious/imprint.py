@@ -25,7 +25,7 @@ from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import LayerRows, input_to_pixels, read_images
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.client.components import Table, check_above_zero, check_at_least
+from fedgauge.client.components import Count, Positive, Table
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Params
 
@@ -96,12 +96,8 @@ class imprint(ServerAttack):
             on it; it only has to exceed what a defense adds to them.
     """
 
-    bins: int = 64
-    strength: float = 1e-2
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "bins")
-        check_above_zero(self, "strength")
+    bins: Count = 64
+    strength: Positive = 1e-2
 
     @property
     def architecture(self) -> Table:

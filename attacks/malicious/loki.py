@@ -19,7 +19,7 @@ from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.imprint import SortingBlock, planted, read_bins, sorting_block, sorting_query
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.client.components import Table, check_above_zero, check_at_least
+from fedgauge.client.components import Count, Natural, Positive, Table, check_at_least
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Params
 
@@ -43,15 +43,13 @@ class loki(ServerAttack):
         place: of the client with kernels that pass the image on, counted from 0 in its sum.
     """
 
-    members: int = 4
-    bins: int = 64
-    strength: float = 1e-2
-    place: int = 0
+    members: Count = 4
+    bins: Count = 64
+    strength: Positive = 1e-2
+    place: Natural = 0
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "members", "bins")
-        check_above_zero(self, "strength")
-        check_at_least(self, 0, "place")
+        super().__post_init__()
         check_at_least(self, self.place + 1, "members")
 
     @property

@@ -25,7 +25,7 @@ from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import NotNegative
 from fedgauge.client.update import Batch, Params, relative_error
 
 TOGETHER = 256  # images in one forward pass
@@ -208,10 +208,7 @@ class read_features(ClosedForm):
         ridge: as a part of the inputs' mean variance, against overfitting to the public images.
     """
 
-    ridge: float = RIDGE
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "ridge")
+    ridge: NotNegative = RIDGE
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         public = public_images(known)

@@ -33,7 +33,7 @@ from fedgauge.attacks.malicious.optimised_features import (
     public_images,
 )
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.client.components import check_above_zero
+from fedgauge.client.components import Positive
 from fedgauge.client.update import Params
 
 RIDGES = (1e-2, 1e-4, 1e-6, 1e-8)  # as parts of the features' mean variance
@@ -77,10 +77,7 @@ class scale_mia(ServerAttack):
         strength: the next layer's weights, which decide how large the gradient is that is read.
     """
 
-    strength: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "strength")
+    strength: Positive = 1.0
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         head = _Head.of(known)

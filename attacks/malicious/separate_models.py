@@ -18,7 +18,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Recons
 from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.malicious.server_attack import ServerAttack, fill_with_mean
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import Table, check_at_least
+from fedgauge.client.components import Count, Table
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_per_example
@@ -50,10 +50,7 @@ def separate(model: nn.Module, count: int = 8) -> SeparateNetworks:
 class separate_models(ServerAttack):
     """Gives each example its own network, by the architecture only; count: the batch size."""
 
-    count: int = 8
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "count")
+    count: Count = 8
 
     @property
     def architecture(self) -> Table:
@@ -67,7 +64,7 @@ class separate_models(ServerAttack):
 def _check_separable(known: Knowledge) -> None:
     """ValueError where examples share sub-networks."""
     if not isinstance(known.model, SeparateNetworks):
-        raise ValueError("all examples share one network: the model needs the architecture separate")
+        raise ValueError("all examples share one network: the attack needs one network for each example")
     each, size = any(map(is_per_example, known.chain.links)), known.batch_size
     if each or not known.chain.local.plain or known.chain.slice_of(size) < size:
         raise ValueError("examples are kept apart by plain steps of the whole batch, and the clients take others")

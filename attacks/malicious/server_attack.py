@@ -10,13 +10,13 @@ from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Streams, Wave
 from fedgauge.attacks.engine.computation import classifier
-from fedgauge.client.components import ComponentKind, SpecError, Table, call
+from fedgauge.client.components import Checked, ComponentKind, SpecError, Table, call
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import UpdateTransform
 from fedgauge.client.update import Batch, Params, Update
 
 
-class ServerAttack(ABC):
+class ServerAttack(Checked, ABC):
     """A malicious server's alteration of its messages, as a frozen dataclass; its decoder is an Attack in the same file."""
 
     spares_one: ClassVar[bool] = False  # whether one client of a secure sum, the target, must get honest weights
@@ -95,7 +95,7 @@ def classifier_only(seen: Observation, known: Knowledge) -> Observation:
     params, update = (
         {k: t for k, t in part.items() if k.startswith(f"{name}.")} for part in (seen.params, seen.update)
     )
-    return replace(seen, params=params, update=update, buffers={}, pull={}, returned={})
+    return replace(seen, params=params, update=update, buffers={}, correction={}, returned={})
 
 
 def check_one_gradient(known: Knowledge) -> None:

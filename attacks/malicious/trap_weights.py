@@ -17,7 +17,7 @@ from fedgauge.attacks.engine.computation import dense_input_layer
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.decoding import LayerRows, decoded, input_to_pixels, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.client.components import check_part
+from fedgauge.client.components import Share
 from fedgauge.client.update import Params
 
 SCALES = torch.linspace(0.6, 1.0, 41)  # candidates for the scale of the positive half
@@ -30,7 +30,7 @@ def _layer(known: Knowledge) -> str:
     """The fully connected layer with bias and ReLU that reads the image itself; ValueError where there is none."""
     layer = dense_input_layer(known.model, known.shape)
     if not layer.relu:
-        raise ValueError(f"no ReLU follows layer {layer.name!r}: every image is in every row")
+        raise ValueError(f"no ReLU follows layer {layer.name!r}, so its rows cannot separate images")
     return layer.name
 
 
@@ -43,11 +43,7 @@ class trap_weights(ServerAttack):
             batch have a row of their own.
     """
 
-    scale: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.scale is not None:
-            check_part(self, "scale")
+    scale: Share | None = None
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         names = [f"{_layer(known)}.{part}" for part in ("weight", "bias")]

@@ -12,7 +12,7 @@ from fedgauge.attacks.engine.deadline import Variables
 from fedgauge.attacks.engine.distances import Distance
 from fedgauge.attacks.matching.priors import Prior
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Checked, NotNegative
 from fedgauge.client.pairing import assigned
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import is_per_example
@@ -21,7 +21,7 @@ from fedgauge.client.update import Batch, Params, Update
 NOISE = "noise of "  # a variable's name, before its layer's
 
 
-class TrainingModel:
+class TrainingModel(Checked):
     """A frozen dataclass: how the attacker computes the update of a guess. By default, the clients' whole chain."""
 
     order_known: ClassVar[bool] = True  # whether it takes the examples of each local step as known
@@ -53,10 +53,7 @@ class unrolled(TrainingModel):
             (times half the mean square); None: use the layers' mean.
     """
 
-    latent: float | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "latent")
+    latent: NotNegative | None = None
 
     def variables(self, known: Knowledge) -> Variables:
         return {} if self.latent is None else {name: torch.zeros(size) for name, size in _noise_sizes(known).items()}
@@ -81,11 +78,8 @@ class tied_epochs(TrainingModel):
         tied: weight of this term.
     """
 
-    tied: float = 1.0
+    tied: NotNegative = 1.0
     order_known: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "tied")
 
     def epochs(self, known: Knowledge) -> int:
         return passes(known.chain, known.batch_size)

@@ -13,7 +13,7 @@ from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.computation import layer_inputs
 from fedgauge.attacks.gaussian_prior import GaussianPrior, class_means, deviations
 from fedgauge.attacks.learned.generators import GeneratorTraining, check, generator_of
-from fedgauge.client.components import ComponentKind, check_above_zero, check_at_least
+from fedgauge.client.components import Checked, ComponentKind, Count, Positive
 from fedgauge.client.update import Params
 
 ESTIMATED = 64  # batches of auxiliary images from which BatchNorm's statistics are estimated
@@ -46,7 +46,7 @@ class LabelledEnergy:
     likeliest: Callable[[Tensor], Tensor]
 
 
-class Prior(ABC):
+class Prior(Checked, ABC):
     """A frozen dataclass; its weight is the prior's share of the objective."""
 
     weight: float
@@ -279,14 +279,13 @@ class generator_prior(Prior):
 
     weight: float = 1.0
     generator: dict | None = None  # type: ignore[type-arg]  # as TOML gives it; `check` looks at what is in it
-    latent: int = 128
-    width: int = 32
-    training: int = 2000
-    deviation: float = 0.1
+    latent: Count = 128
+    width: Count = 32
+    training: Count = 2000
+    deviation: Positive = 0.1
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "latent", "width", "training")
-        check_above_zero(self, "deviation")
+        super().__post_init__()
         if self.generator is not None:
             check(self.generator)
 

@@ -157,7 +157,7 @@ def with_slopes(
 
 
 def scale_of(known: Knowledge) -> tuple[Tensor, Tensor] | None:
-    """Mean and deviation of public inputs by channel, in whose units inputs of any scale are searched for.
+    """Mean and deviation of public inputs by channel: the units of a search, for inputs of any scale.
 
     None for pixels, which their normalisation has scaled.
     """

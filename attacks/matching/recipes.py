@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fedgauge.attacks.engine.distances import cosine, largest, squared
+from fedgauge.attacks.engine.distances import cosine, each, largest, squared
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective, surrogate_gradient, tied_epochs, unrolled
 from fedgauge.attacks.matching.priors import PRIOR, Prior, batch_statistics, magnitude, total_variation
@@ -22,18 +22,23 @@ def inverting_gradients(
     rate: float = 0.1,
     compile: bool = False,
     prior: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
+    by_tensor: bool = False,
 ) -> GradientMatching:
     """Inverting Gradients (Geiping et al., NeurIPS 2020): cosine, total variation, signed Adam, three cuts of the rate.
 
     Args:
         compile: compile the whole step; see AdamSearch.
+        by_tensor: the mean of each tensor's cosine, for deep networks such as a U-Net.
         prior: an additional prior, such as {use = "generator_prior", weight = 1e-5}.
     """
     search = AdamSearch(rate, signed=True, cuts=CUTS, compile=compile)
-    return GradientMatching(Objective(cosine(), _with(prior, total_variation(tv))), search)
+    distance = each(cosine()) if by_tensor else cosine()
+    return GradientMatching(Objective(distance, _with(prior, total_variation(tv))), search)
 
 
-def dlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True) -> GradientMatching:
+def dlg(
+    restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True, by_tensor: bool = False
+) -> GradientMatching:
     """Deep Leakage from Gradients (Zhu et al., NeurIPS 2019): squared distance, images and soft labels optimised together.
 
     By L-BFGS as in the paper, but with a line search.
@@ -42,9 +47,10 @@ def dlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = Tru
         restart_above: a search that ends above this relative squared distance starts again, within the budget.
         tolerance: the distance at which a search stops.
         double: in float64; float32 ends at a squared distance of about 1e-6, short of a sharp colour image.
+        by_tensor: the mean of each tensor's distance, for recurrent networks.
     """
     search = LBFGSSearch(history=100, restart_above=restart_above, tolerance=tolerance, double=double)
-    return GradientMatching(Objective(squared(), labels="optimised"), search)
+    return GradientMatching(Objective(each(squared()) if by_tensor else squared(), labels="optimised"), search)
 
 
 def idlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = True) -> GradientMatching:

@@ -12,7 +12,7 @@ from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.engine.optimizers import Descent, adam, lbfgs, minimise, restarted
 from fedgauge.attacks.matching.problems import Problems
-from fedgauge.client.components import check_above_zero, check_at_least, check_part
+from fedgauge.client.components import NotNegative, Positive, Share
 
 Step = Callable[[Variables, Tensor, float], tuple[Tensor, Variables]]
 Moments = dict[str, tuple[Tensor, Tensor]]  # of Adam, by variable
@@ -73,17 +73,11 @@ class AdamSearch(adam, Search):
     """
 
     box: bool = True
-    anneal: float = 1.0
-    group: float = 0.0
-    flat: float = 0.0
-    reach: float = 1e-2
+    anneal: Share = 1.0
+    group: NotNegative = 0.0
+    flat: NotNegative = 0.0
+    reach: Positive = 1e-2
     compile: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 0, "group", "flat")
-        check_above_zero(self, "reach")
-        check_part(self, "anneal")
 
     def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
         problems, limiter = context.problems, context.limiter

@@ -28,7 +28,7 @@ from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.distances import Distance, likelihood
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.recipes import CUTS
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count, NotNegative
 from fedgauge.client.update import Batch
 
 ALONE = 0.25  # share of the iterations on the newest round alone, before the others count
@@ -48,13 +48,9 @@ class several_rounds(StatefulAttack):
         tv, rate: as in inverting_gradients.
     """
 
-    most: int = 8
-    tv: float = 0.01
-    rate: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "most")
-        check_at_least(self, 0, "tv", "rate")
+    most: Count = 8
+    tv: NotNegative = 0.01
+    rate: NotNegative = 0.1
 
     def initial(self) -> ClientState:
         return {"rounds": torch.tensor(0)}

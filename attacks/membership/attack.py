@@ -12,9 +12,9 @@ from fedgauge.attacks.membership.candidates import MembershipTest
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.limit import detectability, pair_area, power
-from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null, calibrated, classes_of
+from fedgauge.attacks.membership.scores import SCORES, Scoring, against_non_members, calibrated, classes_of
 from fedgauge.attacks.modality.membership import HELD, LABELS_ALONE, MEMBER, RATES
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count, Natural
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch, concatenate
 
@@ -44,12 +44,8 @@ class membership(Measure):
         "loss",
         "label_frequency",
     ] = "likelihood_ratio"
-    strangers: int = 1000
-    held: int = 40
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "strangers")
-        check_at_least(self, 0, "held")
+    strangers: Count = 1000
+    held: Natural = 40
 
     @property
     def metric(self) -> str:
@@ -77,8 +73,8 @@ class membership(Measure):
             ValueError: a score needs what is not there: public examples of a label, or a gradient of one example.
         """
         # one half shows how strangers score, the other the rest of a batch
-        null, public = (Batch(*(t[i::2] for t in known.public)) for i in range(2))
-        scored = CandidateGradients(known, wave.params, concatenate([candidates, null]))
+        non_members, public = (Batch(*(t[i::2] for t in known.public)) for i in range(2))
+        scored = CandidateGradients(known, wave.params, concatenate([candidates, non_members]))
         rest = None
         if self.score == "likelihood_ratio":
             rest = RestOfBatch.of_population(CandidateGradients(known, wave.params, public))
@@ -90,8 +86,8 @@ class membership(Measure):
         own, others = found[:, : len(candidates.y)], found[:, len(candidates.y) :]
         if self.score == LABELS_ALONE:
             return own
-        compare = calibrated if self.score == "likelihood_ratio" else against_null
-        return compare(own, classes_of(candidates), others, classes_of(null))
+        compare = calibrated if self.score == "likelihood_ratio" else against_non_members
+        return compare(own, classes_of(candidates), others, classes_of(non_members))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fedgauge.attacks.engine.gradients.factored import FactoredGradient, formed
 from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import gradients
 from fedgauge.client.chain import Chain
-from fedgauge.client.models.losses import is_mean
+from fedgauge.client.models.losses import is_mean, loss_of
 from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Params, Update
@@ -65,9 +65,9 @@ class CandidateGradients:
         """(N,) float64, each candidate's loss at other weights."""
         with torch.no_grad():
             found = [
-                torch.stack([self.known.loss(row[None], y[None]) for row, y in zip(logits, part.y, strict=True)])
+                torch.stack([loss_of(self.known.loss, *(t[i : i + 1] for t in read)) for i in range(len(part.x))])
                 for part in self._parts()
-                for logits in [self._logits(params, part.x)]
+                for read in [(self._logits(params, part.x), part.y, self.known.normalise(part.x))]
             ]
         return torch.cat(found).double()
 

@@ -1,7 +1,7 @@
 """Scores of candidates against observed updates: the higher, the more the candidate seems to have been in the batch.
 
 An update reveals its labels anyway, and gradients of different labels differ in size and direction: a score is compared with
-those of strangers of its label, in their standard deviations (`against_null`). A likelihood ratio is directly comparable.
+those of strangers of its label, in their standard deviations (`against_non_members`). A likelihood ratio is directly comparable.
 """
 
 import math
@@ -18,7 +18,7 @@ from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.likelihood import likelihood_ratio as log_ratios
 from fedgauge.client.update import Batch
 
-LEAST_NULL = 10  # fewest null candidates of a label for a mean and a spread
+LEAST_NON_MEMBERS = 10  # fewest non-members of a label for a mean and a spread
 LEAST_OTHERS = 2  # updates that say how the scores against others vary
 TINY = torch.finfo(torch.float64).tiny
 
@@ -81,9 +81,9 @@ def against_others(every: Tensor) -> Tensor:
     """Scores (K, N) in standard deviations above the mean of the same candidate's scores against the other updates.
 
     Raises:
-        ValueError: there are too few updates to take the others as a null.
+        ValueError: there are too few updates to compare with the others.
     """
-    shown = every.isfinite().all(1)  # an update so large that its scores overflow is no null for the others
+    shown = every.isfinite().all(1)  # an update so large that its scores overflow says nothing about the others
     own, found = every[shown], torch.full_like(every, torch.nan)
     others = len(own) - 1
     if others < LEAST_OTHERS:
@@ -132,40 +132,42 @@ def classes_of(batch: Batch) -> Tensor:
     return batch.y if one_class else torch.zeros(len(batch.y), dtype=torch.int64)
 
 
-def against_null(scores: Tensor, labels: Tensor, null: Tensor, null_labels: Tensor) -> Tensor:
-    """Scores (K, N) in standard deviations above the mean of the null's scores (K, M) of the same update and label.
+def against_non_members(scores: Tensor, labels: Tensor, non_members: Tensor, non_member_labels: Tensor) -> Tensor:
+    """Scores (K, N) in standard deviations above the mean of non-members' (K, M) of the same update and label.
 
     Args:
-        labels, null_labels: (N,) and (M,) int64.
-        null: of candidates outside all training sets.
+        labels, non_member_labels: (N,) and (M,) int64.
+        non_members: scores of candidates outside all training sets.
 
     Raises:
-        ValueError: the null has too few candidates of a label.
+        ValueError: there are too few non-members of a label.
     """
     found = torch.zeros_like(scores)
-    for mine, same in _by_label(labels, null, null_labels):
+    for mine, same in _by_label(labels, non_members, non_member_labels):
         spread = same.std(1, keepdim=True)
         found[:, mine] = (scores[:, mine] - same.mean(1, keepdim=True)) / torch.where(spread > 0, spread, 1.0)
     return found
 
 
-def calibrated(ratios: Tensor, labels: Tensor, null: Tensor, null_labels: Tensor) -> Tensor:
-    """Log-ratios (K, N) on a scale on which the null's ratios of the same update and label have a mean of at most 1.
+def calibrated(ratios: Tensor, labels: Tensor, non_members: Tensor, non_member_labels: Tensor) -> Tensor:
+    """Log-ratios (K, N) on a scale on which non-members' ratios of the same update and label have a mean of at most 1.
 
     A true ratio has the mean 1 where its candidate is not in the batch; one that takes the rest of the batch for normal exceeds it
-    on heavy tails. Standard deviations would lose members, as a few ratios of the null spread widely. Arguments and errors are
-    those of `against_null`.
+    on heavy tails. Standard deviations would lose members, as a few non-members' ratios spread widely. Arguments and errors are
+    those of `against_non_members`.
     """
     found = ratios.clone()
-    for mine, same in _by_label(labels, null, null_labels):
+    for mine, same in _by_label(labels, non_members, non_member_labels):
         found[:, mine] -= (same.logsumexp(1, keepdim=True) - math.log(same.shape[1])).clamp_min(0)
     return found
 
 
-def _by_label(labels: Tensor, null: Tensor, null_labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each label, where its candidates are and the null's scores (K, m) of it."""
+def _by_label(labels: Tensor, non_members: Tensor, non_member_labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each label, where its candidates are, and the non-members' scores (K, m)."""
     for label in labels.unique().tolist():
-        same = null[:, null_labels == label]
-        if same.shape[1] < LEAST_NULL:
-            raise ValueError(f"{2 * LEAST_NULL} public examples of label {label} are needed: raise [data] auxiliary")
+        same = non_members[:, non_member_labels == label]
+        if same.shape[1] < LEAST_NON_MEMBERS:
+            raise ValueError(
+                f"{2 * LEAST_NON_MEMBERS} public examples of label {label} are needed: raise [data] auxiliary"
+            )
         yield labels == label, same

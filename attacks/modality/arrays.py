@@ -26,7 +26,7 @@ class ArrayModality(ImageModality):
         "class_mean_array": "class_mean_image",
         "random_array": "random_image",
     }
-    told_labels = ("class_mean_array",)
+    given_labels = ("class_mean_array",)
     attacks = (IMAGE_ATTACKS,)
     blank_name = "the middle of the range"
     parts = "numbers"

@@ -55,7 +55,7 @@ class Measured:
 
     @property
     def complete(self) -> float:
-        """The value of an example that came back whole: the most that a mean counts; where nothing is capped, all that there is."""
+        """The value of a perfect reconstruction: the cap of a mean, or the largest possible value."""
         return self.ceiling if self.cap is None else self.cap
 
     def came_back_whole(self, value: float) -> bool:
@@ -107,7 +107,7 @@ class Modality(ABC):
         main: the metric by which attacks are compared.
         measured: what each metric is that a reconstruction may get, in the order in which tables and figures show them.
         baselines: the component of each guess that reads no update.
-        told_labels: those of the baselines that are given the true labels, where there is a truth.
+        given_labels: those of the baselines that are given the true labels, where there is a truth.
         limits: of the error of every attack, where the noise is known.
         attacks: groups of the registry whose attacks reconstruct such examples.
         shown_as: pictures, or words that are each right, misplaced or wrong.
@@ -122,7 +122,7 @@ class Modality(ABC):
     main: ClassVar[MainMetric]
     measured: ClassVar[Mapping[str, Measured]]
     baselines: ClassVar[Mapping[str, str]]
-    told_labels: ClassVar[tuple[str, ...]] = ()
+    given_labels: ClassVar[tuple[str, ...]] = ()
     limits: ClassVar[tuple[str, ...]] = ()
     attacks: ClassVar[tuple[str, ...]]
     shown_as: ClassVar[Literal["image", "text"]]
@@ -165,11 +165,11 @@ class Modality(ABC):
         return {}
 
     def condition(self, lengths: str) -> str:
-        """Return further knowledge of the examples for the knowledge card; empty if there is none."""
+        """Return further knowledge of the examples for the threat-model card; empty if there is none."""
         return ""
 
     def auxiliary(self, chosen: Auxiliary, size: int) -> str:
-        """The attacker's public examples, for its knowledge card."""
+        """The attacker's public examples, for its threat-model card."""
         return f"{size} auxiliary {self.main.private}s of the same distribution"
 
     def headings(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ class ImageModality(Modality):
 
     main = MainMetric(
         "PSNR (dB)", **PSNR, metric="psnr", name="PSNR", private="image",
-        margin=10.0, leaked=20.0, beyond="at a tenth of every baseline's error or less",
+        margin=10.0, leaked=20.0, beyond="with at most a tenth of every baseline's error",
     )  # fmt: skip
     measured: ClassVar = {
         "psnr": main,
@@ -42,7 +42,7 @@ class ImageModality(Modality):
         "mse_augmented": Measured("MSE to what was trained on (lower leaks more)", **DISTANCE, digits=None),
     }
     baselines: ClassVar = {name: name for name in ("mean_image", "class_mean_image", "random_image")}
-    told_labels = ("class_mean_image",)
+    given_labels = ("class_mean_image",)
     limits = ("bayes_limit", "candidate_bound")
     attacks: ClassVar[tuple[str, ...]] = (IMAGE_ATTACKS, DECODERS)
     shown_as = "image"

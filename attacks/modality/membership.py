@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fedgauge.attacks.modality.base import Measured
 
 # of the members of a batch: of one update, and of any of a round that are attacked together; and of a client's data
-MEMBER, ANYBODY, HELD = "membership", "anybody_membership", "held_membership"
+MEMBER, ANYBODY, HELD = "membership", "round_membership", "dataset_membership"
 RATES: Mapping[str, float] = {
     "_at_1_percent": 0.01,
     "_at_0.1_percent": 0.001,

@@ -24,7 +24,7 @@ class SentenceModality(Modality):
 
     main = MainMetric(
         "ROUGE-1 (%)", **PERCENT, metric="rouge1", name="ROUGE-1", private="sentence",
-        margin=50.0, leaked=50.0, beyond="with half of the scale above every baseline or more",
+        margin=50.0, leaked=50.0, beyond="with at least half of the scale above every baseline",
     )  # fmt: skip
     measured: ClassVar = {
         "rouge1": main,

@@ -25,7 +25,7 @@ from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable, complete_sentences
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
 from fedgauge.attacks.text.spans import LOOSEST, PartialSpan, Spans, block_span
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import Projection
 from fedgauge.client.models.tokenizer import framed
@@ -207,12 +207,9 @@ class dager(SentenceReader):
     """
 
     maps: Maps = "attention"
-    margin: int = 20
-    each: int = 4
-    starts: int = 8
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "margin", "each", "starts")
+    margin: Count = 20
+    each: Count = 4
+    starts: Count = 8
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         model, length, rng = verifier.model, verifier.known.shape[0], stream("dager")
@@ -256,7 +253,7 @@ class dager(SentenceReader):
             try:
                 spans = self._span(verifier, block, maps, positions, rng)
                 if isinstance(spans, PartialSpan):
-                    raise Unreadable(f"the gradient of attention block {block + 1} spans a part of its inputs only")
+                    raise Unreadable(f"the gradient of attention block {block + 1} spans only a part of its inputs")
                 return SentenceJudge(verifier, spans, block, positions)
             except Unreadable as why:
                 reasons.append(why)

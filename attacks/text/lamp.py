@@ -28,7 +28,7 @@ from fedgauge.attacks.text.language_prior import (
     TrainedPrior,
 )
 from fedgauge.attacks.text.sentence_layout import SentenceLayout, on_all_positions, propose, shuffles
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count, NotNegative
 
 Discrete = Literal["alternating", "end", "none"]
 # of length and language model, as published
@@ -78,24 +78,20 @@ class lamp(Attack):
     loss: Kind = "cosine"
     rate: float = 0.01
     decay: float = 0.89
-    stride: int = 50
-    l1: float = 0.01
-    length: float | None = None
-    lm_weight: float | None = None
+    stride: Count = 50
+    l1: NotNegative = 0.01
+    length: NotNegative | None = None
+    lm_weight: NotNegative | None = None
     lm: str = AUXILIARY
     lm_folder: Path | None = None
-    lm_steps: int = 600
-    draws: int = 500
-    orders: int = 500
+    lm_steps: Count = 600
+    draws: Count = 500
+    orders: Count = 500
     discrete: Discrete = "alternating"
-    period: int = 75
-    candidates: int = 200
+    period: Count = 75
+    candidates: Count = 200
     known_tokens: bool = False
     published: bool = False
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "l1", "length", "lm_weight")
-        check_at_least(self, 1, "stride", "lm_steps", "draws", "orders", "period", "candidates")
 
     @property
     def optimizer(self) -> staircase:

@@ -21,7 +21,7 @@ from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeature
 from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, seeded, train
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.attacks.text.learning_to_invert_text import NEVER, answer_of
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Count, Positive
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Update
@@ -44,15 +44,11 @@ class learned_rows(Attack):
         every: steps between two checks of held-out sentences.
     """
 
-    hidden: int = 256
-    batch: int = 32
-    rate: float = 1e-3
-    patience: int = 5
-    every: int = 100
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "hidden", "batch", "patience", "every")
-        check_above_zero(self, "rate")
+    hidden: Count = 256
+    batch: Count = 32
+    rate: Positive = 1e-3
+    patience: Count = 5
+    every: Count = 100
 
     trains_first = True
 

@@ -20,7 +20,7 @@ from fedgauge.attacks.learned.learning_to_invert import hungarian
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, flat
 from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, seeded, train_inverter
 from fedgauge.attacks.text.certificate import language_model
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Count, Natural, Positive
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.pairing import assigned
@@ -47,22 +47,20 @@ class learning_to_invert_text(Attack):
         alone: train on no other sentences, like the paper's attacker, who knows word frequencies but no text.
     """
 
-    hidden: int = 1000
-    layers: int = 3
-    width: int = 128
-    batch: int = 64
-    rate: float = 1e-3
-    patience: int = 5
-    buckets: int = 4096
+    hidden: Count = 1000
+    layers: Count = 3
+    width: Count = 128
+    batch: Count = 64
+    rate: Positive = 1e-3
+    patience: Count = 5
+    buckets: Natural = 4096
     signed: bool = True
-    passes: int = 1
-    pseudo: int = 0
+    passes: Count = 1
+    pseudo: Natural = 0
     alone: bool = False
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "hidden", "layers", "width", "batch", "patience", "passes")
-        check_at_least(self, 0, "buckets", "pseudo")
-        check_above_zero(self, "rate")
+        super().__post_init__()
         if self.alone and not self.pseudo:
             raise ValueError("the setting alone needs made-up sentences: set pseudo above 0")
 

@@ -23,7 +23,7 @@ from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
 from fedgauge.attacks.text.dager import Ids
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs, logits_along
-from fedgauge.client.components import check_at_least
+from fedgauge.client.components import Count
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import BlockParts
 from fedgauge.client.update import Batch
@@ -46,11 +46,8 @@ class somp(SentenceReader):
         beam: sentences that grow at once.
     """
 
-    each: int = 4
-    beam: int = 64
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "each", "beam")
+    each: Count = 4
+    beam: Count = 64
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         if not verifier.decodes:

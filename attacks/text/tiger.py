@@ -19,7 +19,7 @@ from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, labelled, noise_of
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
 from fedgauge.attacks.text.sentence_layout import framed_places, lengths_of
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Count, Natural, Positive
 from fedgauge.client.update import Batch
 
 RIDGE = 1e-4  # added to inner products of inputs: those that hardly differ explain no direction between them
@@ -43,16 +43,11 @@ class tiger(SentenceReader):
         exchanged: words that are tried in each position after the descent; passes: how often all positions are visited.
     """
 
-    rate: float = 0.1
-    candidates: int = 128
-    blocks: int = 3
-    exchanged: int = 8
-    passes: int = 2
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "candidates", "blocks", "exchanged")
-        check_at_least(self, 0, "passes")
-        check_above_zero(self, "rate")
+    rate: Positive = 0.1
+    candidates: Count = 128
+    blocks: Count = 3
+    exchanged: Count = 8
+    passes: Natural = 2
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         search = _WordSearch(self, verifier, self._subspaces(verifier), deadline)

@@ -91,6 +91,10 @@ class Dataset:
     def check(self) -> None:
         """Check a user's data; ValueError names the fault."""
         for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
+            if not isinstance(x, Tensor):
+                raise ValueError(
+                    f"{name} is a {type(x).__name__}, expected one tensor: put several inputs side by side in it"
+                )
             dimensions = self.dimensions or self.x.dim()
             if x.dtype != self.dtype or x.dim() != dimensions or not len(x) or x.shape[1:] != self.shape:
                 raise ValueError(

@@ -23,7 +23,7 @@ from fedgauge.client.models.tokenizer import Task, load_tokenizer
 class Arrays(Dataset):
     """Arrays x (N, C, ...) float32 as a network takes them: windows (C, L), images (C, H, W), volumes (C, D, H, W), vectors.
 
-    `in_units_of` turns them into numbers of which 0 to 1 is the range of public examples, by channel; mean and std undo it.
+    `in_units_of` scales the range of public examples to 0 to 1, by channel; mean and std undo it.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float32

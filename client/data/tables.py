@@ -304,7 +304,7 @@ def _numbered(features: Cells, columns: Columns, path: Path) -> Tensor:
         cells, where = features[column.name], f"{path}: column {column.name!r}"
         if column.numeric != (cells.dtype == np.float64):
             raise ValueError(
-                f"{where} is declared as {'numbers' if column.numeric else 'categories'}, and holds others"
+                f"{where} is declared as {'numbers and holds text' if column.numeric else 'categories and holds numbers'}"
             )
         if column.numeric:
             if _absent(cells).any() and not column.optional:

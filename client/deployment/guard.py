@@ -1,20 +1,16 @@
 """A client's guard: it inspects the weights that came and the update that would leave, and may withhold the update.
 
-The server learns that no update comes, but not why. A decision that depends on the examples reveals one bit about them a
-round: a server can send weights that raise an alarm only at clients with certain examples. With `examples = false`, or if
-alarms are only logged, it learns nothing new.
+The server learns that no update comes, but not why. The weights are inspected without the client's examples.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, Error, Message, RecordDict
-from torch import Generator, Tensor
+from torch import Generator, nn
 
-from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import REASON, InspectionPolicy
-from fedgauge.client.inspection.probes import ProbeSet, probe_examples
 from fedgauge.client.transforms import TransformState
 from fedgauge.client.update import Params
 
@@ -54,28 +50,21 @@ def guard_memory(state: RecordDict) -> Iterator[TransformState]:
 
 def inspect_message(
     inspection_policy: InspectionPolicy,
-    own: Federation,
-    client: int,
+    model: nn.Module,
     round: int,
-    rows: Tensor,
-    weights: tuple[Params, Mapping[str, Tensor]],
+    params: Params,
     memory: TransformState,
     rng: Generator | None = None,
 ) -> Inspection:
     """Inspect the weights that a client received.
 
     Args:
-        rows: the training images of the round.
-        weights: with the buffers that came with them.
         memory: what the client kept from earlier rounds; it is updated.
         rng: None: the client's own entropy.
     """
     if inspection_policy.inspect == "off":
         return Inspection()
-    params, buffers = weights
-    own.load_buffers(buffers)
-    probes = ProbeSet(own.model, probe_examples(own.shards, client, rows), own.loss, own.shards.dataset.normalise)
-    results = inspection_policy.findings(probes, params, round, memory, rng)
+    results = inspection_policy.findings(model, params, round, memory, rng)
     withhold = results.reasons if inspection_policy.inspect == "refuse" else ""
     words = ""
     if results.alarms:

@@ -12,13 +12,14 @@ import torch
 
 from fedgauge.client import toml_text
 from fedgauge.client.components import (
+    Checked,
+    Count,
+    Positive,
     SpecError,
     Table,
     allowing,
     build,
     call,
-    check_above_zero,
-    check_at_least,
     coerce,
     settings_of,
     with_absolute_paths,
@@ -26,7 +27,7 @@ from fedgauge.client.components import (
 from fedgauge.client.data.images import Dataset, batch_of
 from fedgauge.client.federation import DATASET
 from fedgauge.client.files import read_file
-from fedgauge.client.inspection.policy import InspectionPolicy, Mode
+from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.pairing import PSNR_CAP
 from fedgauge.client.protocol import MOST_CLIENTS
@@ -38,7 +39,7 @@ _SPLIT = ("partition", "alpha", "shards_per_client", "auxiliary")  # of a data s
 
 
 @dataclass(frozen=True)
-class GradingPolicy:
+class GradingPolicy(Checked):
     """Limits on the grades of reconstructions that the server may request.
 
     Args:
@@ -49,17 +50,17 @@ class GradingPolicy:
 
     mode: Literal["off", "scores"] = "off"
     precision: float = 0.5
-    queries: int = 8
+    queries: Count = 8
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "queries")
+        super().__post_init__()
         if not 0 < self.precision <= PSNR_CAP:  # a coarser one would report every reconstruction as exact
             raise ValueError(f"precision must be above 0 and at most {PSNR_CAP:g} dB, got {self.precision}")
 
 
 @dataclass(frozen=True)
-class GuardPolicy:
-    """Checks of an update before it is sent; one with entries that are not finite never is.
+class GuardPolicy(Checked, InspectionPolicy):
+    """Checks of the weights that come, and of an update before it is sent; one with entries that are not finite never is.
 
     Args:
         max_norm: the largest Euclidean norm that is sent; None: any.
@@ -67,30 +68,13 @@ class GuardPolicy:
         iterations, seconds: the budget of that attack.
         threshold: an update is withheld if its best reconstructed example reaches this PSNR (dB), or of text this ROUGE-1 (%);
             None: 20 dB or 50 %.
-        inspect, architecture, examples: what to do about suspicious weights, as in `InspectionPolicy`.
     """
 
-    max_norm: float | None = None
+    max_norm: Positive | None = None
     audit: str | None = None
-    iterations: int = 100
-    seconds: float = 20.0
+    iterations: Count = 100
+    seconds: Positive = 20.0
     threshold: float | None = None
-    inspect: Mode = "off"
-    architecture: str | None = None
-    examples: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "max_norm")
-        check_at_least(self, 1, "iterations")
-        check_above_zero(self, "seconds")
-
-    def inspection_policy(self, private: bool) -> InspectionPolicy:
-        """Return the inspection policy for the server's weights.
-
-        Args:
-            private: whether the chain promises differential privacy.
-        """
-        return InspectionPolicy(self.inspect, self.architecture, self.examples).beside(private)
 
     def check(self, private: bool) -> None:
         """Refuse a guard that reads examples where the chain promises differential privacy.
@@ -98,14 +82,12 @@ class GuardPolicy:
         Raises:
             SpecError: the examples would decide on a refusal.
         """
-        if private and (self.audit is not None or self.examples):
-            raise SpecError(
-                "[guard]: audit and examples = true reveal what the chain's epsilon must cover: remove them"
-            )
+        if private and self.audit is not None:
+            raise SpecError("[guard]: audit reveals what the chain's epsilon must cover: remove it")
 
 
 @dataclass(frozen=True)
-class Draw:
+class Draw(Checked):
     """The draw of a round's examples.
 
     Args:
@@ -114,16 +96,13 @@ class Draw:
         sampling: secret: the operating system's entropy draws a round's examples; agreed: the protocol's seed does.
     """
 
-    batch_size: int = 1
+    batch_size: Count = 1
     whole: bool = False
     sampling: Literal["secret", "agreed"] = "secret"
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "batch_size")
-
 
 @dataclass(frozen=True, eq=False)
-class OwnerConfig:
+class OwnerConfig(Checked):
     """An owner's file, checked.
 
     Args:
@@ -154,12 +133,12 @@ class OwnerConfig:
     allow: Sequence[str] = ()
     loss: Table = field(default_factory=lambda: CROSS_ENTROPY)
     canary: bool = False
-    updates: int | None = None
-    max_parameters: int = MOST_PARAMETERS
+    updates: Count | None = None
+    max_parameters: Count = MOST_PARAMETERS
     secure_sum: Table | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "updates", "max_parameters")
+        super().__post_init__()
         if not 0 <= self.client < MOST_CLIENTS:
             raise ValueError(f"client must be in 0..{MOST_CLIENTS - 1}, got {self.client}")
         if self.canary and self.secure_sum is not None:

@@ -1,22 +1,20 @@
 """Inspection: before a client trains on weights, it checks whether an honest server would have sent them.
 
-It knows the network, the weights of its last round, and its own examples. No result has to leave the client, but a client
-that refuses because of its examples reveals one bit about them to the server.
+It knows the network and the weights of its last round. Its examples take no part, so no result says anything about them.
 """
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Generator, nn
 
-from fedgauge.client.inspection.probes import ProbeSet, inspect_with_examples
 from fedgauge.client.inspection.results import DetectorResult, DetectorResults
 from fedgauge.client.inspection.weights import embedding_weights, inspect_weights
 from fedgauge.client.transforms import TransformState
-from fedgauge.client.update import Batch, Params
+from fedgauge.client.update import Params
 
 MOST_APART = 5  # rounds that can explain a jump: the server says how many have passed
 REASON = "withheld by the client's guard"  # the same for every cause
@@ -24,7 +22,7 @@ Mode = Literal["off", "log", "warn", "refuse"]
 
 
 def inspect(
-    probes: ProbeSet,
+    model: nn.Module,
     params: Params,
     previous: Params | None,
     apart: int = 1,
@@ -32,9 +30,6 @@ def inspect(
     rng: Generator | None = None,
 ) -> DetectorResults:
     """Run every detector on weights before training on them; no argument is changed.
-
-    With fewer than FEWEST examples the detectors of shared gradients are silent: a single example has the whole gradient by
-    definition. A client that trains on one example a round adds other examples of its own.
 
     Args:
         previous: the weights of an earlier round, None before the first; apart: rounds since then.
@@ -45,12 +40,10 @@ def inspect(
 
     def findings() -> Iterator[DetectorResult]:
         if agreed:
-            met = fingerprint(probes.model)
+            met = fingerprint(model)
             words = f"its fingerprint is {met}, the agreed one is {agreed}"
             yield DetectorResult("architecture", "", float(met != agreed) * 2, words)
-        yield from inspect_weights(params, previous, apart, embedding_weights(probes.model), rng)
-        if len(probes.probe.x):
-            yield from inspect_with_examples(probes, params, previous)
+        yield from inspect_weights(params, previous, apart, embedding_weights(model), rng)
 
     return DetectorResults.of(findings())
 
@@ -73,20 +66,13 @@ class InspectionPolicy:
     Args:
         inspect: log: write down every result; warn: report alarms only; refuse: report alarms and withhold the update.
         architecture: `fingerprint` of the agreed network; default: that of the first round.
-        examples: also evaluate weights on examples, which refusals and reports then reveal; default: unless noise follows a
-            clip in the chain.
     """
 
     inspect: Mode = "off"
     architecture: str | None = None
-    examples: bool | None = None
-
-    def beside(self, private: bool) -> "InspectionPolicy":
-        """This policy where it is known whether noise follows a clip in the chain."""
-        return replace(self, examples=False) if private and self.examples is None else self
 
     def findings(
-        self, probes: ProbeSet, params: Params, round: int, memory: TransformState, rng: Generator | None = None
+        self, model: nn.Module, params: Params, round: int, memory: TransformState, rng: Generator | None = None
     ) -> DetectorResults:
         """Inspect a round's weights; `memory` is what the client keeps from round to round, and is updated.
 
@@ -99,11 +85,9 @@ class InspectionPolicy:
         apart = min(max(round - int(memory.get(_ROUND, 0)), 1), MOST_APART)
         # of another network there is nothing to compare: the fingerprint reports it
         alike = {k: t.shape for k, t in previous.items()} == {k: t.shape for k, t in params.items()}
-        if self.examples is False:
-            probes = replace(probes, probe=Batch(probes.probe.x[:0], probes.probe.y[:0]))
-        met = torch.tensor(list(fingerprint(probes.model).encode()), dtype=torch.uint8)
+        met = torch.tensor(list(fingerprint(model).encode()), dtype=torch.uint8)
         agreed = self.architecture or bytes(memory.setdefault(FIRST_NETWORK, met).tolist()).decode()
-        found = inspect(probes, params, previous if alike else None, apart, agreed, rng)
+        found = inspect(model, params, previous if alike else None, apart, agreed, rng)
         if not found.alarms:
             for name in [k for k in memory if k.startswith(_WEIGHTS)]:
                 del memory[name]

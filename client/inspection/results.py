@@ -12,15 +12,8 @@ THRESHOLDS: Mapping[str, float] = {
     "dependent rows": 0.15,
     "balanced rows": 6.0,
     "sparse rows": 0.3,
-    "extreme biases": 60.0,
-    "dead layer": 5.0,
-    "dead units": 0.9,
-    "isolated units": 0.6,
-    "dominated": 10.0,
-    "vanished": 0.4,
     "jump": 2.5,
     "moved rows": 0.5,
-    "loss": math.log(20),
 }
 
 

@@ -11,7 +11,7 @@ from fedgauge.client.rng import secret_generator
 from fedgauge.client.update import Params
 
 MOST_ROWS = 1024  # of a matrix that are compared with each other: of a larger one a random sample
-FEWEST = 8  # examples, and entries of a row, below which a detector says nothing
+FEWEST = 8  # entries of a row, below which a detector says nothing
 LONG = 25  # entries of a row; by chance no single one of so many holds nearly all of its norm
 PARALLEL = 0.9999  # cosine from which on two rows count as multiples of each other
 

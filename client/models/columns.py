@@ -9,14 +9,14 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import check_above_zero
+from fedgauge.client.components import Checked, Positive
 
 MISSING = "missing"  # how an empty cell is written
 SPAN = 4.0  # standard deviations from the mean within which a column without declared bounds is taken to lie
 
 
 @dataclass(frozen=True)
-class Column:
+class Column(Checked):
     """One feature: numbers if it has no categories.
 
     Args:
@@ -32,7 +32,7 @@ class Column:
     name: str
     categories: tuple[str, ...] = ()
     mean: float = 0.0
-    std: float = 1.0
+    std: Positive = 1.0
     low: float | None = None
     high: float | None = None
     decimals: int = 0
@@ -41,7 +41,7 @@ class Column:
     spread: float | None = None
 
     def __post_init__(self) -> None:
-        check_above_zero(self, "std")
+        super().__post_init__()
         if self.low is not None and self.high is not None and not self.low < self.high:
             raise ValueError(f"column {self.name!r}: low {self.low} must be below high {self.high}")
         if len(set(self.categories)) < len(self.categories):

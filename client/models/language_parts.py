@@ -1,6 +1,6 @@
 """The parts of a language model, found by the types and names of its modules, never by their position."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,8 +60,6 @@ class ModelParts:
 
     word: str
     position: str | None
-    token_type: str | None
-    embedding_norm: tuple[str, str] | None
     head: tuple[str, str | None]
     layers: tuple[BlockParts, ...]
 
@@ -106,7 +104,7 @@ class PartFinder:
         self.modules: dict[str, Any] = dict(net.named_modules())  # torch types every attribute of a module alike
         blocks = self._blocks()
         place = self._embeddings()
-        word, position, kind = place["word"], place.get("position"), place.get("type")
+        position = place.get("position")
         rows: Any = None if position is None else self.modules[position]
         # RoBERTa's positions start behind the row of the padding
         reserved = -1 if rows is None or rows.padding_idx is None else int(rows.padding_idx)
@@ -115,10 +113,8 @@ class PartFinder:
         most = int(getattr(getattr(net, "config", None), "max_position_embeddings", 2**31))
         self.positions = own if rows is None else min(int(rows.num_embeddings) - reserved - 1, most)
         self.parts = ModelParts(
-            word=self._weight(word),
+            word=self._weight(place["word"]),
             position=position and self._weight(position),
-            token_type=kind and self._weight(kind),
-            embedding_norm=self._norm_beside(word, blocks),
             head=self._head(),
             layers=tuple(self._layer(name) for name in blocks),
         )
@@ -171,7 +167,7 @@ class PartFinder:
         return Projection(weight, None if bias is None else self.name[id(bias)], start, stop, transposed)
 
     def _embeddings(self) -> dict[str, str]:
-        """The word embeddings that the network reports, and the embeddings of positions and segments by their names."""
+        """The word embeddings that the network reports, and the embeddings of positions by their name."""
         words = self.net.get_input_embeddings()
         found = {}
         for name, module in self.modules.items():
@@ -180,19 +176,7 @@ class PartFinder:
                 found["word"] = name
             elif isinstance(module, nn.Embedding) and ("position" in leaf or leaf == "wpe"):
                 found["position"] = name
-            elif isinstance(module, nn.Embedding) and "type" in leaf:
-                found["type"] = name
         return found
-
-    def _norm_beside(self, word: str, blocks: Sequence[str]) -> tuple[str, str] | None:
-        """The norm after the embeddings: a sibling of theirs, unless the blocks are siblings as well."""
-        home = word.rpartition(".")[0]
-        if any(block.startswith(home + ".") for block in blocks):
-            return None
-        for name, module in self.modules.items():
-            if name.rpartition(".")[0] == home and isinstance(module, nn.LayerNorm):
-                return self.name[id(module.weight)], self.name[id(module.bias)]
-        return None
 
     def _head(self) -> tuple[str, str | None]:
         if self.task == "next_token":

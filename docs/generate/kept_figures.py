@@ -5,7 +5,6 @@ Options, separated by semicolons, choose what it shows:
 
 - `metrics psnr, mse`, `attacks dager, exact`, `cells images*`: only these (cells by a pattern);
 - `rows attack`: a row for each attack, a column for each setting;
-- `rows merged`: a row for each attack, a column for each metric, and the settings of each figure in the cell;
 - `rows both`: a row for each setting and attack, a column for each metric;
 - `split`: the part of a setting's name after its last comma becomes a column.
 
@@ -23,7 +22,6 @@ Row = dict[str, Any]
 
 PAPERS = Path(__file__).parents[2] / "simulations" / "papers"
 MARKED = re.compile(r"<!-- (figures|computed): ([^>]+) -->\n.*?<!-- end -->", re.DOTALL)
-METRICS: Mapping[str, str] = {"told at 1 %": "TPR at 1 % FPR", "area": "AUC"}  # of the kept files, as a page shows them
 ATTACKS: Mapping[str, str] = {"alone": "no pseudo-images"}
 CELLS: Mapping[str, str] = {
     "alone": "the target's update only",
@@ -37,7 +35,6 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
     """Return a Markdown table of the chosen rows of these sheets, below a line with what holds for all of it."""
     rows = [row for name in sheets for row in _kept(name)["rows"] if _chosen(row, options)]
     row_of, column_of = _layout(options)
-    merged = options.get("rows") == "merged"
     columns = {column_of(row): None for row in rows}
     varying = [i for i in range(3) if len({column[i] for column in columns}) > 1]
     fixed = [part for i, part in enumerate(next(iter(columns))) if part and i not in varying]
@@ -53,7 +50,7 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
     low = "95 % interval" if any(row["low"] is not None for row in rows) else ""
     reference = "[reference]" if any(row["reference"] is not None for row in rows) else ""
     about += [" ".join(filter(None, ("figure", f"({low})" if low else "", reference)))] if low or reference else []
-    heads = ["attack" if options.get("rows") in ("attack", "merged") else "setting"]
+    heads = ["attack" if options.get("rows") == "attack" else "setting"]
     heads += [", ".join(column[i] for i in varying) or "here" for column in columns]
     for head, text in (("n", _n), ("iterations", _iterations), ("baseline", _baseline)):
         shared, by_line = _conditions(head, text, lines)
@@ -68,7 +65,7 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
         for row in line:
             cells.setdefault(column_of(row), []).append(row)
         found = [cells.get(column, []) for column in columns]
-        figures = [_figures(some) if merged else _joined(map(_figure, some)) for some in found]
+        figures = [_joined(map(_figure, some)) for some in found]
         accuracy = f" ({_training(line)})" if len(trained) > 1 and _training(line) else ""
         body.append([label + accuracy, *figures, *(by_line[label] for by_line in conditions)])
     head, *rest = [f"| {' | '.join(line)} |" for line in (heads, *body)]
@@ -136,14 +133,14 @@ def _layout(options: Mapping[str, str]) -> tuple[Callable[[Row], str], Callable[
     rows, split = options.get("rows", "cell"), "split" in options
 
     def line(row: Row) -> str:
-        if rows in ("attack", "merged"):
+        if rows == "attack":
             return _attack(row)
         cell = _cell(row["cell"].rpartition(", ")[0] if split else row["cell"])
         return f"{cell}, {_attack(row)}" if rows == "both" else cell
 
     def column(row: Row) -> tuple[str, str, str]:
         cell = _cell(row["cell"]) if rows == "attack" else row["cell"].rpartition(", ")[2] if split else ""
-        return cell, "" if rows != "cell" else _attack(row), METRICS.get(row["metric"], row["metric"])
+        return cell, "" if rows != "cell" else _attack(row), row["metric"]
 
     return line, column
 
@@ -159,16 +156,6 @@ def _attack(row: Row) -> str:
 
 def _joined(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(filter(None, texts)))
-
-
-def _figures(rows: list[Row]) -> str:
-    """Return the figure of these rows with the number of settings, if all have the same; else each figure with its settings."""
-    settings: dict[str, list[str]] = {}
-    for row in rows:
-        settings.setdefault(_figure(row), []).append(_cell(row["cell"]))
-    if len(settings) == 1 and len(rows) > 1:
-        return f"{next(iter(settings))}, each of {len(rows)}"
-    return "; ".join(f"{figure} {' / '.join(cells)}" for figure, cells in settings.items())
 
 
 def _figure(row: Row) -> str:

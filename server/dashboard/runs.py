@@ -9,9 +9,11 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
+from xxhash import xxh3_64_hexdigest
+
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.reading import Reading, RunLine, run_line
+from fedgauge.server.views.reading import RunLine, RunSnapshot, run_line
 
 OPEN = 24  # the most runs kept open, because a reading holds all scores of its run
 
@@ -40,7 +42,7 @@ class RunCatalog:
     def __init__(self, path: Path) -> None:
         self._only = Run(path) if (path / "ledger.sqlite").exists() else None
         self.root = path if self._only is None else self._only.folder.parent
-        self._readings: OrderedDict[str, Reading] = OrderedDict()
+        self._readings: OrderedDict[str, RunSnapshot] = OrderedDict()
         self._lock = Lock()
 
     def names(self) -> list[str]:
@@ -70,7 +72,7 @@ class RunCatalog:
         folder = self.root / name
         return _plain(name) and not os.path.islink(folder) and os.path.lexists(folder / "ledger.sqlite")
 
-    def use(self, name: str, ask: Callable[[Reading], View]) -> View:
+    def use(self, name: str, ask: Callable[[RunSnapshot], View]) -> View:
         """Return the result of `ask` on a run's current state.
 
         Raises:
@@ -79,7 +81,7 @@ class RunCatalog:
         """
         return self.compare([name], lambda readings: ask(readings[0]))
 
-    def compare(self, names: Sequence[str], ask: Callable[[list[Reading]], View]) -> View:
+    def compare(self, names: Sequence[str], ask: Callable[[list[RunSnapshot]], View]) -> View:
         """Return the result of `ask` on several runs."""
         readings = [self._reading(name) for name in dict.fromkeys(names)]
         with ExitStack() as stack:
@@ -93,6 +95,20 @@ class RunCatalog:
                     raise
             return ask(readings)
 
+    def version(self, name: str | None) -> str:
+        """Return a value that changes with the files of a run; None: of all runs."""
+        names = self.names() if name is None else [self.run(name).name]
+        return xxh3_64_hexdigest(repr([(each, self._state(each)) for each in names]).encode(errors="replace"))
+
+    def _state(self, name: str) -> object:
+        try:
+            run = self.run(name)
+            paths = [run.folder / f"ledger.sqlite{tail}" for tail in ("", "-wal")]
+            stamps = [(stat.st_mtime_ns, stat.st_size) for path in paths if path.exists() for stat in [path.lstat()]]
+            return stamps, [run.at_work(purpose) for purpose in ("training", "audit")]
+        except (UnknownRun, LedgerError, OSError) as error:
+            return str(error)
+
     def lines(self) -> list[RunLine | BrokenRun]:
         """Return a line for each run."""
         found: list[RunLine | BrokenRun] = []
@@ -103,11 +119,11 @@ class RunCatalog:
                 found.append(BrokenRun(name, str(error)))
         return found
 
-    def _reading(self, name: str) -> Reading:
+    def _reading(self, name: str) -> RunSnapshot:
         run = self.run(name)
         with self._lock:
             known = self._readings.pop(name, None)
-            self._readings[name] = Reading(run) if known is None else known
+            self._readings[name] = RunSnapshot(run) if known is None else known
             # not closed, as another thread may be about to read it
             while len(self._readings) > OPEN:
                 self._readings.popitem(last=False)

@@ -1,4 +1,4 @@
-"""The page's web server: views as JSON, the page itself, and a stream of changes."""
+"""The page's web server: views as JSON, the page itself, and the version by which it sees changes."""
 
 import re
 import secrets
@@ -16,13 +16,12 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.dashboard import STATIC
-from fedgauge.server.dashboard.events import EventStream
 from fedgauge.server.dashboard.guards import Guard, Json, refusal
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_connection import LedgerError
@@ -30,7 +29,7 @@ from fedgauge.server.views.compare import compare
 from fedgauge.server.views.gallery import Gallery, Page
 from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import Reading, viewed
+from fedgauge.server.views.reading import RunSnapshot, viewed
 from fedgauge.server.views.tables import in_json
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -57,7 +56,7 @@ def make_app(path: Path, token: str = "", hosts: Sequence[str] = NAMES) -> Starl
         ],
         exception_handlers=dict.fromkeys((UnknownRun, LedgerError, OSError, HTTPException), _refused),
     )
-    app.state.catalog, app.state.event_stream, app.state.token = catalog, EventStream(catalog), token
+    app.state.catalog, app.state.token = catalog, token
     return app
 
 
@@ -82,20 +81,13 @@ def serve(path: Path, host: str, port: int | None, token: str, ready: Callable[[
     listening = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     ready(f"http://{shown}:{listening.getsockname()[1]}/?token={quote(app.state.token, safe='')}")
-    PageServer(app).run(sockets=[listening])
+    page_server(app).run(sockets=[listening])
 
 
-class PageServer(uvicorn.Server):
-    """uvicorn that logs no request, as an address may hold the token, and ends open streams before it stops."""
-
-    def __init__(self, app: Starlette) -> None:
-        self.app = app
-        quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
-        super().__init__(uvicorn.Config(app, ws="none", timeout_graceful_shutdown=2, **quiet))
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.app.state.event_stream.stop()
-        await super().shutdown(sockets)
+def page_server(app: Starlette) -> uvicorn.Server:
+    """Return a server that logs no request, as an address may hold the token."""
+    quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
+    return uvicorn.Server(uvicorn.Config(app, ws="none", timeout_graceful_shutdown=2, **quiet))
 
 
 PORT = 8765
@@ -121,7 +113,7 @@ def _routes() -> list[Route | Mount]:
         Route(f"{run}/gallery", _view(_gallery)),
         Route(f"{run}/clients", _view(_clients)),
         Route("/api/compare", _compare),
-        Route("/api/events", _events),
+        Route("/api/version", _version),
         Mount("/static", StaticFiles(directory=STATIC)),
         Mount("/plotly", StaticFiles(packages=[("plotly", "package_data")])),
     ]
@@ -133,7 +125,7 @@ def _routes() -> list[Route | Mount]:
 Asked = Mapping[str, Any]  # the query's parameters as text, and those in the address
 
 
-def _view(make: Callable[[Reading, Asked], Any]) -> Callable[[Request], Any]:
+def _view(make: Callable[[RunSnapshot, Asked], Any]) -> Callable[[Request], Any]:
     """Wrap a view of a run, with the run's state."""
 
     async def answer(request: Request) -> Response:
@@ -149,14 +141,14 @@ def _view(make: Callable[[Reading, Asked], Any]) -> Callable[[Request], Any]:
 
 
 @viewed
-def _overview(reading: Reading) -> Any:
+def _overview(reading: RunSnapshot) -> Any:
     return in_json(overview(reading))
 
 
 _gallery_of = viewed(Gallery)
 
 
-def _gallery(reading: Reading, asked: Asked) -> Page:
+def _gallery(reading: RunSnapshot, asked: Asked) -> Page:
     gallery = _gallery_of(reading)
     who, offset = (_number(asked, key) if key in asked else None for key in ("client", "offset"))
     round = gallery.rounds[-1] if gallery.rounds else None
@@ -165,7 +157,7 @@ def _gallery(reading: Reading, asked: Asked) -> Page:
     return gallery.page(round, who, offset or 0)
 
 
-def _clients(reading: Reading, asked: Asked) -> Any:
+def _clients(reading: RunSnapshot, asked: Asked) -> Any:
     return clients(reading, _one_of(asked, "metric", tuple(MEASURED), reading.scores.measure.metric))
 
 
@@ -186,11 +178,9 @@ async def _compare(request: Request) -> Response:
     return Json(found)
 
 
-async def _events(request: Request) -> Response:
-    name, event_stream = request.query_params.get("run"), request.app.state.event_stream
-    if name is not None:
-        request.app.state.catalog.run(name)
-    return StreamingResponse(event_stream.events(name), media_type="text/event-stream")
+async def _version(request: Request) -> Response:
+    version = request.app.state.catalog.version
+    return Json({"version": await run_in_threadpool(version, request.query_params.get("run"))})
 
 
 async def _page(request: Request) -> Response:

@@ -19,7 +19,7 @@ import torch
 
 from fedgauge.attacks.engine.devices import CPU, Precision
 from fedgauge.client.components import SpecError
-from fedgauge.server.children import die_with_parent, paths_from_here
+from fedgauge.server.child_processes import die_with_parent, paths_from_here
 from fedgauge.server.pool.executors import Result, WorkerDied, last_line
 from fedgauge.server.pool.private_ray import private_ray
 from fedgauge.server.pool.worker import Task, TaskResult

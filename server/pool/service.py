@@ -25,7 +25,7 @@ from fedgauge.server.store.tape import TapeError
 from fedgauge.server.store.uploads import TapeSource, UploadMismatch
 
 NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
-NOT_REPLAYABLE = "no update on the tape can be recomputed: a state or altered weights in a secure sum prevent it"
+NOT_REPLAYABLE = "no recorded update can be recomputed: a state or altered weights in a secure sum prevent it"
 ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
 
 Executor = LocalExecutor | RayExecutor

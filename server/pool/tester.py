@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import groupby
@@ -31,7 +31,6 @@ from fedgauge.server.store.tape import TapeError, by_weights
 from fedgauge.server.store.tester_truth import TesterTruth, TruthError
 from fedgauge.server.store.uploads import TapeSource, UploadMismatch
 
-Progress = Callable[[int, int], None]  # (updates done, updates in all)
 Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)
 CHECKING = 60.0  # seconds after which no further update is checked against its truth
 MOST_DOUBTS = 3  # in one sentence
@@ -45,7 +44,6 @@ def grade(
     ledger: Ledger,
     scenario: Scenario,
     truth: TesterTruth,
-    progress: Progress = lambda done, total: None,
     untested: bool = False,
 ) -> str:
     """Grade every finished reconstruction with available truth; regrade if needed; return the graded ones.
@@ -53,7 +51,6 @@ def grade(
     Tests of membership are done again, with the truth as the batches.
 
     Args:
-        progress: of the tests of membership.
         untested: only tests of membership that lack a truth.
 
     Raises:
@@ -77,7 +74,7 @@ def grade(
         every = len(jobs) - notes.pop(None, 0)
         words = f"graded {graded} of {every} reconstructions and baselines against the examples handed in with --truth ({truth})"
         if tests:
-            told = retest(source, scenario, tests, found, progress)
+            told = retest(source, scenario, tests, found)
             words += f"; {told} of {len(tests)} tests of membership done"
         why = ", ".join(sorted(filter(None, notes))[:3])
         if notes:
@@ -88,14 +85,14 @@ def grade(
     return words
 
 
-def regrade(run: Run, ledger: Ledger, scenario: Scenario, progress: Progress = lambda done, total: None) -> None:
+def regrade(run: Run, ledger: Ledger, scenario: Scenario) -> None:
     """Grade what has ended since a tester handed in his truth, by that truth; where it cannot be read any more, say so."""
     meta = ledger.meta()
     if "truth" not in meta or not (ledger.ungraded() or finished_tests(ledger, untested=True)):
         return
     truth = TesterTruth.from_json(meta["truth"])
     try:
-        grade(run, ledger, scenario, truth.check(), progress, untested=True)
+        grade(run, ledger, scenario, truth.check(), untested=True)
     except (SpecError, OSError) as error:
         why = f"the truth cannot be read any more ({error}): hand it in again with --truth"
         ledger.set_meta(grading=f"what ended since is not graded: {why}", ungraded=why)
@@ -128,7 +125,7 @@ def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[in
 
 
 def _grade(run: Run, ledger: Ledger, grader: Grader, job: Ungraded, found: Found, assumed: int) -> str | None:
-    """Write one job's scores, or take those of an earlier truth back; returns why not, None if nothing came back.
+    """Write one job's scores, or remove those of an earlier truth; return why not, or None without a reconstruction.
 
     Args:
         assumed: how many examples the attack took the client to have.
@@ -228,9 +225,7 @@ def _others(x: Tensor, names: Collection[bytes]) -> Tensor:
     return torch.tensor([i for i, name in enumerate(_names(x)) if name not in names], dtype=torch.int64)
 
 
-def retest(
-    source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest], found: Found, progress: Progress
-) -> int:
+def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest], found: Found) -> int:
     """Do finished tests of membership again, with these examples as the batches; returns how many gave numbers.
 
     Args:
@@ -239,7 +234,7 @@ def retest(
     ledger, fed = source.ledger, with_examples(source.federation, found)
     planned, memories = ledger.planned(), dict[str, dict[int, ClientState]]()
     auditor = Auditor(FederationSource(fed), scenario.plan.seed)
-    told = done = 0
+    told = 0
 
     def missing(client: int, round: int) -> list[int]:
         return [
@@ -251,7 +246,6 @@ def retest(
     for (name, round), group in groupby(tests, key=lambda test: (test.attack, test.round)):
         here = []
         for test in group:
-            done += 1
             without = missing(test.client, round)
             why = f"no truth of client {without[0]} in round {round}" if without else ""
             try:
@@ -273,5 +267,4 @@ def retest(
                 told += result.reconstruction.status == "converged"
                 if result.memory is not None:
                     remembered[test.client] = result.memory
-        progress(done, len(tests))
     return told

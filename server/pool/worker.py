@@ -93,7 +93,7 @@ class Worker:
         if isinstance(error, MemoryError):  # the batch limiter's
             return f"a single problem does not fit into the memory of {self.name}: it needs a GPU with more"
         if exhausted(error) or "out of memory" in said:
-            return f"the wave does not fit into the memory of {self.name}: set a smaller [audit] wave"
+            return f"the batch of updates does not fit into the memory of {self.name}: set a smaller [audit] wave"
         words = f"{self.name} raised {type(error).__name__}: {said}"
         if CUDA_ERROR in str(error):
             self._lost = f"{words}; this process cannot use it any more, the next audit can"

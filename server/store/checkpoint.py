@@ -141,7 +141,7 @@ def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint |
 
 def _why_not(ledger: Ledger, scenario: Scenario, checkpoint: Checkpoint | None, beyond: Sequence[int]) -> str:
     if checkpoint is None:
-        lost = "no checkpoint (the disk was full); attack what is on its tape with fedgauge audit"
+        lost = "no checkpoint (the disk was full); attack the recorded updates with fedgauge audit"
         return f"it has rounds up to {max(beyond)} but {lost}" if beyond else ""
     if scenario.federation.chain.remembers:
         return "its chain is stateful (error feedback, control variates or private layers), and the clients' states are lost"

@@ -40,7 +40,7 @@ class JobQueue(LedgerReads):
     def add_attacks(
         self, plan: AttackPlan, cards: Mapping[str, str], flat: Collection[str] = (), grading: str | None = None
     ) -> None:
-        """Enter the plan's attacks with their knowledge cards.
+        """Enter the plan's attacks with their threat-model cards.
 
         Args:
             flat: attacks without a derivative of the chain.

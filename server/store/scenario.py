@@ -4,7 +4,6 @@ Clients receive its protocol part; the plan of attack, the strategy and the tape
 """
 
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -24,10 +23,12 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, attack_name
 from fedgauge.client import toml_text
 from fedgauge.client.components import (
+    Checked,
+    Count,
+    NotNegative,
+    Positive,
     SpecError,
     Table,
-    check_above_zero,
-    check_at_least,
     coerce,
     settings_of,
     with_absolute_paths,
@@ -51,7 +52,7 @@ FEDAVG: Table = {"use": "FedAvg"}
 
 
 @dataclass(frozen=True)
-class AuditOptions:
+class AuditOptions(Checked):
     """Execution of the plan of attack.
 
     Args:
@@ -66,13 +67,10 @@ class AuditOptions:
 
     curious: bool = True
     executor: Literal["ray", "local"] = "ray"
-    workers: int = 1
+    workers: Count = 1
     devices: str | tuple[str, ...] = "auto"
     precision: Precision = "ieee"
     effort: Effort | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "workers")
 
     def devices_here(self) -> list[torch.device]:
         """Return the devices for attacks on this machine.
@@ -87,7 +85,7 @@ class AuditOptions:
 
 
 @dataclass(frozen=True)
-class TapeOptions:
+class TapeOptions(Checked):
     """Retention of updates on disk.
 
     Args:
@@ -98,15 +96,12 @@ class TapeOptions:
     """
 
     keep: Keep = "all"
-    retention_days: float | None = None
+    retention_days: NotNegative | None = None
     replies: Literal["auto", "weights", "updates", "gradients"] = "auto"
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "retention_days")
 
 
 @dataclass(frozen=True)
-class ValidatorOptions:
+class ValidatorOptions(Checked):
     """Bounds on a client's reply.
 
     Args:
@@ -116,16 +111,12 @@ class ValidatorOptions:
             trains on, otherwise a billion.
     """
 
-    max_norm: float | None = None
-    max_examples: int | None = None
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "max_norm")
-        check_at_least(self, 1, "max_examples")
+    max_norm: Positive | None = None
+    max_examples: Count | None = None
 
 
 @dataclass(frozen=True)
-class SimulationOptions:
+class SimulationOptions(Checked):
     """Resources of a simulation's clients.
 
     Args:
@@ -133,12 +124,8 @@ class SimulationOptions:
         round_timeout: seconds that a round may take, above 0.
     """
 
-    parallel_clients: int = 2
-    round_timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "parallel_clients")
-        check_above_zero(self, "round_timeout")
+    parallel_clients: Count = 2
+    round_timeout: Positive = 600.0
 
 
 @dataclass(frozen=True)
@@ -338,24 +325,19 @@ def _with_canaries(protocol: Protocol) -> Table | None:
     return {"clients": clients, **({"examples": each} if (each := protocol.canary_examples) else {})}
 
 
-def expected_updates(scenario: Scenario, rounds: range) -> list[tuple[int, Mapping[str, int]]]:
-    """Return the kinds of rounds: the number of rounds, and the number of attacked updates by attack."""
-    plan, groups = scenario.plan, scenario.protocol.groups(1)
-    some = max(1, int(len(groups) * scenario.strategy.get("fraction_train", 1.0)))
-    seen = [group[0] for group in groups[:some]]
-    alike = {plan.attacks_round(r): r for r in rounds}
-    times = Counter(map(plan.attacks_round, rounds))
-    return [(n, {p.name: len(plan.targets(alike[kind], seen, p)) for p in plan.attacks}) for kind, n in times.items()]
-
-
 def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> int:
     """Return the number of jobs of the rounds after `done`.
 
     Args:
         rounds: of the run; default: the scenario's.
     """
-    to_come = range(done + 1, (rounds or scenario.protocol.rounds) + 1)
-    return sum(n * sum(updates.values()) for n, updates in expected_updates(scenario, to_come))
+    plan, groups = scenario.plan, scenario.protocol.groups(1)
+    some = max(1, int(len(groups) * scenario.strategy.get("fraction_train", 1.0)))
+    seen = [group[0] for group in groups[:some]]
+    kinds: dict[bool, list[int]] = {}  # rounds that are attacked alike
+    for round in range(done + 1, (rounds or scenario.protocol.rounds) + 1):
+        kinds.setdefault(plan.attacks_round(round), []).append(round)
+    return sum(len(alike) * sum(len(plan.targets(alike[0], seen, p)) for p in plan.attacks) for alike in kinds.values())
 
 
 def component_of(text: str, option: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
-from fedgauge.client.local_training import ControlledSGD, own_move, pull_after
+from fedgauge.client.local_training import ControlledSGD, correction_after, own_move
 from fedgauge.client.update import Params, Update
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
@@ -76,21 +76,21 @@ def _with_known_pull(seen: Observation, ledger: Ledger, read: Callable[[int, str
         TapeError: an earlier update is not on the tape.
     """
     own = {o["round"]: o for o in ledger.observations() if o["client"] == seen.client} if seen.round > 1 else {}
-    pull: Update = {}
+    correction: Update = {}
     before: Observation | None = None
     for round in range(1, seen.round):
         row = own.get(round)
         if row is None or row["status"] != "accepted" or not row["digest"]:
             raise TapeError(
-                f"client {seen.client}'s control variate of round {seen.round} is unknown: the tape lacks round {round}"
+                f"client {seen.client}'s control variate of round {seen.round} is unknown: round {round} was not recorded"
             )
         now = read(round, row["digest"])
-        pull, before = _next_pull(before, pull, now), now
-    return replace(seen, pull=_next_pull(before, pull, seen))
+        correction, before = _next_correction(before, correction, now), now
+    return replace(seen, correction=_next_correction(before, correction, seen))
 
 
-def _next_pull(before: Observation | None, pull: Update, now: Observation) -> Update:
-    return {} if before is None else pull_after(before.params, own_move(before.update, pull), now.params)
+def _next_correction(before: Observation | None, correction: Update, now: Observation) -> Update:
+    return {} if before is None else correction_after(before.params, own_move(before.update, correction), now.params)
 
 
 def replies_of(run: Run, ledger: Ledger) -> Replies:

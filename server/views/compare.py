@@ -24,7 +24,7 @@ from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.leak_tables import ATTACK, IDENTIFIED, label_column, leak_cells, leak_columns, rate_of
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import best_of, final_accuracy, mean_of
 from fedgauge.server.views.tables import Cell, Column, Table
@@ -51,7 +51,7 @@ class Comparison:
     utility: Figure | None
 
 
-def compare(readings: Sequence[Reading], metric: str | None = None) -> Comparison:
+def compare(readings: Sequence[RunSnapshot], metric: str | None = None) -> Comparison:
     """Compare runs by a metric; default: the main one of the first run."""
     metric = metric or next((r.scores.measure.metric for r in readings), ImageModality.main.metric)
     named = named_readings(readings)
@@ -66,16 +66,16 @@ def compare(readings: Sequence[Reading], metric: str | None = None) -> Compariso
     )
 
 
-def named_readings(readings: Sequence[Reading]) -> dict[str, Reading]:
+def named_readings(readings: Sequence[RunSnapshot]) -> dict[str, RunSnapshot]:
     """Name the runs, with a number where runs of different folders share a name."""
-    named: dict[str, Reading] = {}
+    named: dict[str, RunSnapshot] = {}
     for reading in readings:
         numbered = (f"{reading.run.name}-{i}" if i > 1 else reading.run.name for i in count(1))
         named[next(name for name in numbered if name not in named)] = reading
     return named
 
 
-def points(named: Mapping[str, Reading], metric: str) -> Table:
+def points(named: Mapping[str, RunSnapshot], metric: str) -> Table:
     """List every attack on every run with the best baseline, accuracy and epsilon."""
     by, restored = MEASURED[metric], next((r.scores.label_kind for r in named.values()), LabelKind).metric
     columns = [RUN, ATTACK, ACCURACY, *leak_columns(by), Column.of(by, "floor", "best baseline"), IDENTIFIED]
@@ -116,7 +116,7 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-def utility_figure(named: Mapping[str, Reading], metric: str) -> Figure | None:
+def utility_figure(named: Mapping[str, RunSnapshot], metric: str) -> Figure | None:
     """Draw the strongest attack of each run against the run's final accuracy; None if no run has both."""
     points, guesses, leaks = list[Series](), list[Series](), list[Leak]()
     for place, (name, reading) in enumerate(named.items()):

@@ -10,7 +10,7 @@ from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND
 from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import RATES_SHOWN, roc_curves
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import Role, attack_order, is_attack, is_limit, role_of
 from fedgauge.server.views.success import THRESHOLDS, certified_success, success_curve
 
@@ -115,7 +115,7 @@ def colour(place: int) -> str:
     return f"series-{place % COLOURS}"
 
 
-def looks_of(reading: Reading) -> dict[str, Look]:
+def looks_of(reading: RunSnapshot) -> dict[str, Look]:
     """Return the look of each name in a run: attacks are coloured, baselines grey and dashed."""
     names = attack_order(reading.ledger, {*reading.scores.attacks, *(row["name"] for row in reading.attacks)})
     attacks, baselines, looks = count(), count(), {}
@@ -134,7 +134,7 @@ def looks_of(reading: Reading) -> dict[str, Look]:
 # ------------------------------------------------------------------------------------------------------ leakage by round
 
 
-def rounds_figures(reading: Reading) -> list[Figure]:
+def rounds_figures(reading: RunSnapshot) -> list[Figure]:
     """Draw leakage and test accuracy over rounds, one figure for each metric."""
     tested = {n: row["accuracy"] for n, row in sorted(reading.rounds.items()) if row["accuracy"] is not None}
     look = INK if len(tested) > 1 else replace(INK, symbol="circle")
@@ -151,7 +151,7 @@ def rounds_figures(reading: Reading) -> list[Figure]:
 TITLE = "Leakage and test accuracy over rounds"
 
 
-def _leakage(reading: Reading, metric: str, accuracy: Sequence[Series]) -> Figure | None:
+def _leakage(reading: RunSnapshot, metric: str, accuracy: Sequence[Series]) -> Figure | None:
     leaks = [leak for leak in reading.leakage(metric) if leak.round is not None and leak.mean is not None]
     looks = looks_of(reading)
     by_attack = {attack: [leak for leak in leaks if leak.attack == attack] for attack in reading.order}
@@ -233,7 +233,7 @@ def interval_name(metric: str, leaks: Sequence[Leak]) -> str:
 # ------------------------------------------------------------------------------------------------ thresholds, membership
 
 
-def success_figure(reading: Reading) -> Figure | None:
+def success_figure(reading: RunSnapshot) -> Figure | None:
     """Draw the share of examples reconstructed at each PSNR or better; None without a curve."""
     curve, looks = success_curve(reading), looks_of(reading)
     if not curve:
@@ -253,7 +253,7 @@ def success_figure(reading: Reading) -> Figure | None:
     return Figure("success", "Success over thresholds", words, x, y, series)
 
 
-def membership_figure(reading: Reading) -> Figure | None:
+def membership_figure(reading: RunSnapshot) -> Figure | None:
     """Draw the members detected at each rate of false positives; None without a test on enough candidates."""
     curves, looks = roc_curves(reading.scores), looks_of(reading)
     known = [rate for i, rate in enumerate(RATES_SHOWN) if any(c[i] is not None for c in curves.values())]

@@ -23,7 +23,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import LedgerError
 from fedgauge.server.store.tape import TapeError
 from fedgauge.server.views.formatting import in_unit, status_words
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 
@@ -107,18 +107,12 @@ class Page:
 class Gallery:
     """Gallery of a run."""
 
-    reading: Reading
+    reading: RunSnapshot
 
     @cached_property
     def attacks(self) -> list[str]:
         """Attacks in the plan's order."""
         return [a for a in self.reading.order if is_attack(a)]
-
-    @cached_property
-    def given(self) -> set[str]:
-        """Attacks that are given the labels."""
-        planned = self.reading.ledger.planned()
-        return {name for name, attack in planned.items() if attack.labels == "given"}
 
     @cached_property
     def shards(self) -> Shards | None:
@@ -290,7 +284,7 @@ class Gallery:
             return ""
         guess = written(y[example])
         right = "" if truth is None or isinstance(guess, str) else " ✓" if truth[1] == guess else " ✗"
-        return f"{self.label_name(guess)}{', given' if attack in self.given else right}"
+        return f"{self.label_name(guess)}{', given' if attack in self.scores.given_labels else right}"
 
 
 def sampled(strengths: Mapping[Place, float], limit: int) -> list[Place]:

@@ -13,7 +13,7 @@ from fedgauge.server.views.formatting import number
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import why_not_tested
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import best_of
 from fedgauge.server.views.verdict import Kind, doubts
@@ -130,7 +130,7 @@ def judged(
     return results
 
 
-def gate_of_run(reading: Reading, thresholds: Sequence[Threshold]) -> list[GateResult]:
+def gate_of_run(reading: RunSnapshot, thresholds: Sequence[Threshold]) -> list[GateResult]:
     """Compare a run with thresholds.
 
     A value is the mean of the strongest attack over all rounds; with `worst.` that of the example with the most leakage.
@@ -148,7 +148,7 @@ def gate_of_run(reading: Reading, thresholds: Sequence[Threshold]) -> list[GateR
     return results
 
 
-def _measured(reading: Reading, metric: str) -> Measurement:
+def _measured(reading: RunSnapshot, metric: str) -> Measurement:
     if metric == EPSILON:
         spent = spent_in(reading)
         return Measurement(spent.record, spent.words)

@@ -10,7 +10,7 @@ from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS, RATES
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.server.views.leakage import Leak, counted_of_all
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, role_of
 from fedgauge.server.views.scores import capped
 from fedgauge.server.views.strength import best_of, error_in_db, mean_of
@@ -48,7 +48,7 @@ def rate_of(leak: Leak | None) -> Cell:
     return None if leak is None or not leak.n else astuple(leak.rate)
 
 
-def rounds_table(reading: Reading) -> Table:
+def rounds_table(reading: RunSnapshot) -> Table:
     """List each attack in each round, with the best baseline of the round."""
     kind, by, order = (
         reading.scores.label_kind,
@@ -87,7 +87,7 @@ def rounds_table(reading: Reading) -> Table:
     return Table.of("Results in each round", columns, rows)
 
 
-def summary_table(reading: Reading) -> Table:
+def summary_table(reading: RunSnapshot) -> Table:
     """List each attack, limit and baseline over all rounds.
 
     A limit has only the PSNR of its mean squared error.
@@ -112,7 +112,7 @@ def summary_table(reading: Reading) -> Table:
     return Table.of("All rounds together", columns, _summary_rows(reading, by, others))
 
 
-def _summary_rows(reading: Reading, by: MainMetric, others: list[str]) -> Iterable[tuple[Cell, ...]]:
+def _summary_rows(reading: RunSnapshot, by: MainMetric, others: list[str]) -> Iterable[tuple[Cell, ...]]:
     pooled = {metric: reading.pooled(metric) for metric in reading.metrics}
     for attack in reading.order:
         leaks = {m: by_attack[attack] for m, by_attack in pooled.items() if attack in by_attack}
@@ -135,7 +135,7 @@ def _summary_rows(reading: Reading, by: MainMetric, others: list[str]) -> Iterab
         )
 
 
-def membership_table(reading: Reading) -> Table:
+def membership_table(reading: RunSnapshot) -> Table:
     """List each membership test, baseline and limit over all rounds."""
     columns = [
         Column("question", "question"),
@@ -145,7 +145,7 @@ def membership_table(reading: Reading) -> Table:
         Column("mean", "pairs in which the member scores higher", "number", 0, fraction=True),
         Column("interval", "95 % interval", "interval", 0, fraction=True),
         *(
-            Column(f"told{ending}", f"detected at {100 * rate:g} % false positives", "rate")
+            Column(f"detected{ending}", f"detected at {100 * rate:g} % false positives", "rate")
             for ending, rate in RATES.items()
         ),
     ]
@@ -170,7 +170,7 @@ class Clients:
     table: Table
 
 
-def clients(reading: Reading, metric: str) -> Clients:
+def clients(reading: RunSnapshot, metric: str) -> Clients:
     """Return the clients by one metric, the worst first."""
     by = MEASURED[metric]
     columns = [

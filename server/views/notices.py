@@ -9,9 +9,9 @@ from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.views.formatting import shortened
-from fedgauge.server.views.outcomes import failure
+from fedgauge.server.views.outcomes import failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import other_sizes
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 
 ENDED = {"training": "still trains", "failed": "failed", "interrupted": "was interrupted"}
 
@@ -23,12 +23,12 @@ class Notice(NamedTuple):
     command: str = ""
 
 
-def notices(reading: Reading) -> list[Notice]:
+def notices(reading: RunSnapshot) -> list[Notice]:
     """Return the notices of a run."""
     return [*_of_training(reading), *_of_attacks(reading)]
 
 
-def _of_training(reading: Reading) -> Iterator[Notice]:
+def _of_training(reading: RunSnapshot) -> Iterator[Notice]:
     trained, planned = max(reading.rounds, default=0), reading.tables["rounds"]
     if EMPTY in reading.meta and reading.state == "failed":
         yield Notice(f"The training failed: {reading.meta[EMPTY]}.")
@@ -44,18 +44,25 @@ def _of_training(reading: Reading) -> Iterator[Notice]:
             yield Notice(f"{where}: {shortened(problem.words)}{f' (and {more - 1} more)' if more > 1 else ''}.")
 
 
-def _of_attacks(reading: Reading) -> Iterator[Notice]:
+def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
     jobs, meta, ledger = reading.jobs, reading.meta, reading.ledger
     again, waiting = f"fedgauge audit {shlex.quote(str(reading.run.folder))}", jobs.progress.waiting
     if not reading.tables.get("audit", {}).get("curious", True):
         yield Notice("The server was not curious: set [audit] curious = true and run again.")
     elif waiting and meta.get("replay") == "mismatch":
-        yield Notice(f"{jobs.words}: the others wait, because the replay check failed.")
+        words = (
+            "the others wait, because the replay check failed: they would invert another computation than the clients'"
+        )
+        yield Notice(
+            f"{jobs.words}: {words}. After correcting scenario or code (or with --force) check again with:", again
+        )
     elif waiting:
         at_work = reading.state in ("training", "attacking")
         yield Notice(f"{jobs.words}.") if at_work else Notice(f"{jobs.words}. Continue with:", again)
     elif not jobs.progress.total and any(o["digest"] for o in reading.observations):
-        yield Notice("The tape has updates, but no attack is planned for them. Attack them with:", again)
+        yield Notice("Updates were recorded, but no attack is planned for them. Attack them with:", again)
+    if words := none_accepted(ledger) or inapplicable(ledger):
+        yield Notice(f"{words}.")
     if words := reading.plan_coverage.words:
         yield Notice(f"{words}.")
     if words := failure(ledger):

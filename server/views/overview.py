@@ -1,4 +1,4 @@
-"""The overview: verdict, progress, accuracy and leakage over rounds, notices, and knowledge cards."""
+"""The overview: verdict, progress, accuracy and leakage over rounds, notices, and threat-model cards."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from fedgauge.server.views.notices import Notice, notices
 from fedgauge.server.views.outcomes import attacked_on, work_words
 from fedgauge.server.views.participation import app_clients_table, participation
 from fedgauge.server.views.privacy import canaries, spent_in
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import Role, role_of
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.strength import Limits, final_accuracy
@@ -104,7 +104,7 @@ class Overview:
     attacked_on: str
 
 
-def overview(reading: Reading) -> Overview:
+def overview(reading: RunSnapshot) -> Overview:
     """Return the overview of a run."""
     judged, ledger, gallery = verdict_of(reading), reading.ledger, Gallery(reading)
     return Overview(
@@ -142,7 +142,7 @@ def overview(reading: Reading) -> Overview:
     )
 
 
-def progress(reading: Reading) -> RunProgress:
+def progress(reading: RunSnapshot) -> RunProgress:
     """Return the state of training and attacks."""
     jobs, plan = reading.jobs, reading.plan_coverage
     words = work_words(jobs)
@@ -151,7 +151,7 @@ def progress(reading: Reading) -> RunProgress:
     return RunProgress(*tested, jobs.progress.done, jobs.progress.failed, jobs.expected, " · ".join(words))
 
 
-def limit(reading: Reading) -> str:
+def limit(reading: RunSnapshot) -> str:
     """Return the limits on all attacks with their assumptions."""
     errors = reading.pooled("mse") if "mse" in reading.metrics else {}
     drawn = [row for row in reading.attacks if row["name"] in ERROR_LIMITS and row["name"] in errors]
@@ -170,12 +170,12 @@ def limit(reading: Reading) -> str:
 
 
 def _parts(row: Any) -> list[str]:
-    """Return the parts of an attack's knowledge card."""
+    """Return the parts of an attack's threat-model card."""
     return [*row["agreed"].split(SEPARATOR), *filter(None, (row["training"], row["grading"]))]
 
 
-def _cards(reading: Reading) -> list[KnowledgeCard]:
-    """Return the knowledge card of each attack; baselines and limits last."""
+def _cards(reading: RunSnapshot) -> list[KnowledgeCard]:
+    """Return the threat-model card of each attack; baselines and limits last."""
     planned, cards = reading.ledger.planned(), []
     for row in reading.attacks:
         name = row["name"]
@@ -183,14 +183,14 @@ def _cards(reading: Reading) -> list[KnowledgeCard]:
     return sorted(cards, key=lambda card: card.kind != "attack")
 
 
-def _reasons(reading: Reading) -> Table:
+def _reasons(reading: RunSnapshot) -> Table:
     """List the reasons of attacks without a result."""
     columns = [Column("attack", "attack"), Column("times", "times", "count"), Column("reason", "reason")]
     rows = [(row["attack"], row["jobs"], row["reason"]) for row in reading.ledger.reasons()]
     return Table("Reasons that attacks gave", columns, rows[:REASONS])
 
 
-def environment(reading: Reading) -> Any:
+def environment(reading: RunSnapshot) -> Any:
     """Return versions and hardware of the run; None if they were not recorded."""
     path = reading.run.folder / "environment.json"
     try:

@@ -21,14 +21,14 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import many
 from fedgauge.server.views.intervals import NORMAL_95
 from fedgauge.server.views.participation import rounds_seen
-from fedgauge.server.views.reading import Reading, viewed
+from fedgauge.server.views.reading import RunSnapshot, viewed
 from fedgauge.server.views.scores import Scores
 
 MOST = 1e6  # a canary's score is clipped to
 
 
 @viewed
-def spent_in(reading: Reading) -> PrivacyStatement:
+def spent_in(reading: RunSnapshot) -> PrivacyStatement:
     """Return the largest epsilons that any client has spent; None, with the reason, if there is none."""
     try:
         spending = Spending(reading.scenario, reading.ledger, reading.answered)
@@ -178,7 +178,7 @@ def canary_bound(
 
 
 @viewed
-def canaries(reading: Reading) -> str:
+def canaries(reading: RunSnapshot) -> str:
     """Describe the result of a run's canaries over all rounds; empty without canaries."""
     if (scenario := reading.built) is None:
         return ""
@@ -190,7 +190,7 @@ def canaries(reading: Reading) -> str:
     return "" if estimate is None else canary_words(estimate, delta)
 
 
-def _accounted(reading: Reading, releases: int) -> float | None:
+def _accounted(reading: RunSnapshot, releases: int) -> float | None:
     """Return the accounted epsilon of a client; of a record for canary examples."""
     federation = reading.scenario.federation
     try:

@@ -194,7 +194,7 @@ def offline() -> Iterator[None]:
         may_download.reset(before)
 
 
-class Reading:
+class RunSnapshot:
     """Snapshot of a run, from which every view is computed; `lock` gives the ledger to one thread.
 
     Args:
@@ -214,7 +214,7 @@ class Reading:
         self._scenario: Scenario | str | None = scenario
 
     @contextmanager
-    def now(self) -> Iterator["Reading"]:
+    def now(self) -> Iterator["RunSnapshot"]:
         """Update to the run's current state, for one thread.
 
         Raises:
@@ -238,7 +238,7 @@ class Reading:
             self.tables["rounds"] = int(self.meta["rounds"])
         if (finished := ledger.finished()) > self._finished:
             given = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
-            of_run = replace(self.scores, modality=ledger.modality, size_of=self.size_of, told_labels=given)
+            of_run = replace(self.scores, modality=ledger.modality, size_of=self.size_of, given_labels=given)
             rows = ledger.scores_since(self._finished)
             self.scores = replace(of_run, unordered=ledger.graded_by_clients).extended(rows)
             self._finished = finished
@@ -365,7 +365,7 @@ class Reading:
 
 
 @contextmanager
-def read_once(run: Run) -> Iterator[Reading]:
+def read_once(run: Run) -> Iterator[RunSnapshot]:
     """Open a run and read its state once."""
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         yield reading

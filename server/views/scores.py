@@ -38,7 +38,7 @@ class Scores:
         modality: the kind of the run's data.
         size_of: number of examples of an update, which are all lost with a failed batch.
         unordered: if `example` is the place in the reconstruction, as clients grade, not in the batch.
-        told_labels: attacks that are given the labels; `of_metric` leaves their labels out.
+        given_labels: attacks that are given the labels; `of_metric` leaves their labels out.
     """
 
     round: Ints
@@ -54,7 +54,7 @@ class Scores:
     modality: type[Modality] = ImageModality
     size_of: SizeOf = lambda round, client: 1
     unordered: bool = False
-    told_labels: frozenset[str] = frozenset()
+    given_labels: frozenset[str] = frozenset()
 
     @classmethod
     def empty(cls) -> "Scores":
@@ -102,7 +102,7 @@ class Scores:
 
         A limit has only the mean squared error. An attack that is given the labels has no label accuracy.
         """
-        without = {*(ERROR_LIMITS if metric != mse.name else ()), *(self.told_labels if metric in SCORED else ())}
+        without = {*(ERROR_LIMITS if metric != mse.name else ()), *(self.given_labels if metric in SCORED else ())}
         left_out = np.isin(self.attack, [i for i, name in enumerate(self.attacks) if name in without])
         if left_out.any():
             return self.where(~left_out).of_metric(metric)

@@ -7,12 +7,12 @@ import numpy as np
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import in_unit, many
 from fedgauge.server.views.participation import Row, first_alarm
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 
 Key = tuple[int, int]  # round, client
 
 
-def server_attack_effects(reading: Reading) -> dict[str, str]:
+def server_attack_effects(reading: RunSnapshot) -> dict[str, str]:
     """Return a sentence by heading; empty for an honest server."""
     if not reading.tables.get("server_attack") or (scenario := reading.built) is None:
         return {}
@@ -36,7 +36,7 @@ def _altered_clients(scenario: Scenario, round: int, client: int) -> list[int]:
     return [c for c in members if any(aimed.targeting.applies_to(round, c) for aimed in scenario.server_attack)]
 
 
-def _recovered(reading: Reading, altered: set[Key]) -> str:
+def _recovered(reading: RunSnapshot, altered: set[Key]) -> str:
     """Count the examples recovered completely, with altered and with other weights."""
     by, rows = reading.scores.measure, reading.scores.of_metric(reading.scores.measure.metric)
     rows = rows.where(rows.by_attacks & ~np.isnan(rows.value)).leakiest(by.metric)

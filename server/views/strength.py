@@ -49,11 +49,6 @@ class Limits:
         estimate, bound = (error_in_db(errors.get(name)) for name in ERROR_LIMITS)
         return cls(estimate, bound, max(reached, default=None))
 
-    @property
-    def gap(self) -> float | None:
-        """Distance of the best attack below the estimate in dB; negative above it."""
-        return None if self.estimate is None or self.reached is None else self.estimate - self.reached
-
 
 def mean_of(leak: Leak | None) -> float | None:
     """Return a Leak's mean, if there is one."""

@@ -11,7 +11,7 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.client.chain import Chain
 from fedgauge.defenses.accounting import Mechanism, NoGuarantee, mechanism
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.reading import Reading, viewed
+from fedgauge.server.views.reading import RunSnapshot, viewed
 from fedgauge.server.views.roles import is_baseline, is_limit
 from fedgauge.server.views.scores import Scores
 
@@ -19,7 +19,7 @@ THRESHOLDS = tuple(range(10, 61))  # dB
 
 
 @viewed
-def success_curve(reading: Reading) -> dict[str, list[Rate]]:
+def success_curve(reading: RunSnapshot) -> dict[str, list[Rate]]:
     """Count the examples at each PSNR of THRESHOLDS or better, by attack and baseline, for images only.
 
     Failures count as failed. Reconstructions without a grade are left out.
@@ -46,7 +46,7 @@ def _unknown(rows: Scores) -> bool:
     return bool(rows.ungraded.any() and np.isnan(rows.value).all())
 
 
-def certified_success(reading: Reading, curve: Mapping[str, Sequence[Rate]]) -> list[float] | None:
+def certified_success(reading: RunSnapshot, curve: Mapping[str, Sequence[Rate]]) -> list[float] | None:
     """Return the success rates at THRESHOLDS that no attack on one round exceeds; None without a certificate."""
     if (scenario := reading.built) is None:
         return None

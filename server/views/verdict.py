@@ -16,7 +16,7 @@ from fedgauge.server.views.formatting import counted_words, decibel, in_unit, ma
 from fedgauge.server.views.intervals import LUCK, Ints, Rate, guessed_labels, luck_bound, luck_of_hits
 from fedgauge.server.views.membership import MembershipResult, Word, members_sentences, membership_results
 from fedgauge.server.views.outcomes import failure
-from fedgauge.server.views.reading import Reading, State, viewed
+from fedgauge.server.views.reading import RunSnapshot, State, viewed
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import Limits, PairedDifference, paired, rivals_of, values_of
@@ -43,6 +43,7 @@ class ExcessLeakage:
         identified_more_often: lower end of the interval of their difference; None below two clients.
         identified_by_luck: probability that a guess as good as the baselines identifies as many examples that no baseline
             identifies; 1 if not graded.
+        exact: number of examples that came back whole: images at the cap of PSNR.
         exposed: number of examples too near for any guess: a tenth of the squared error of every baseline or less; of text,
             half of the scale above them.
         clusters: number of clients.
@@ -59,6 +60,7 @@ class ExcessLeakage:
     identified: Rate | None
     identified_more_often: float | None
     identified_by_luck: float
+    exact: int
     exposed: int
     n: int
     clusters: int
@@ -148,6 +150,7 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
         identified_by_luck=luck_of_hits(
             int(alone.sum()), int(missed.sum()), int(rivals[graded].min(initial=len(guesses)))
         ),
+        exact=sum(map(main.measure.came_back_whole, own.value.tolist())),
         exposed=int(((sign * own.value >= highest + main.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
@@ -162,7 +165,7 @@ def _rate_of(rows: Scores) -> Rate | None:
 
 
 @viewed
-def verdict_of(reading: Reading) -> Verdict:
+def verdict_of(reading: RunSnapshot) -> Verdict:
     """Return the verdict on both kinds of leak; it never says that a run is private."""
     examples = _of_examples(reading)
     doubt = doubts(reading, "members")
@@ -177,7 +180,7 @@ def verdict_of(reading: Reading) -> Verdict:
     return Verdict(word, sentences, examples.strongest, tuple(members), examples.word)
 
 
-def _of_examples(reading: Reading) -> Verdict:
+def _of_examples(reading: RunSnapshot) -> Verdict:
     """Return the verdict on reconstruction; restored labels are a leak whatever the examples."""
     scores, jobs, compared = reading.scores, reading.jobs, excesses(reading.scores)
     by, labels = scores.measure, restored_labels(reading)
@@ -204,7 +207,7 @@ def _of_examples(reading: Reading) -> Verdict:
     return Verdict("leaks" if read_off else word, (before + words,), strongest)
 
 
-def _numbers(reading: Reading, e: ExcessLeakage) -> Iterator[str]:
+def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     """Describe the strongest attack with its baseline and the limit."""
     by, limit = reading.scores.measure, Limits.of(reading.pooled("mse")).bound
     apart = "one client gives no interval"
@@ -213,17 +216,19 @@ def _numbers(reading: Reading, e: ExcessLeakage) -> Iterator[str]:
         apart = f"95 % interval of the difference {ends} from {many(e.clusters, 'client')}"
     budget, all_of = reading.ledger.planned()[e.attack].budget, f"over {e.n} {by.private}s"
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
-    yield f"its hardest baseline ({e.baseline}) {in_unit(e.floor, by)} ({apart})"
+    yield f"its hardest baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
+    if e.exact:
+        yield f"{e.exact} of them come back exactly"
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         yield f"{e.identified} {by.private}s are identified{beyond}"
     elif e.exposed:
-        yield f"{e.exposed} of them come back {by.beyond}"
+        yield f"{e.exposed} of them are reconstructed {by.beyond}"
     if limit is not None:
         yield f"no attack's mean error is below that of {decibel(limit)} dB"
 
 
-def doubts(reading: Reading, kind: Kind) -> str:
+def doubts(reading: RunSnapshot, kind: Kind) -> str:
     """Reasons why "no leak found" is inconclusive, for verdict and gate; empty if it is conclusive."""
     scores, ledger, meta = reading.scores, reading.ledger, reading.meta
     if kind != "epsilon" and reading.plan_coverage.words:  # no attack measures epsilon
@@ -249,7 +254,7 @@ def _in_brackets(reason: str) -> str:
     return f" ({reason})" if reason else ""
 
 
-def _none_moved(reading: Reading) -> bool:
+def _none_moved(reading: RunSnapshot) -> bool:
     """Check that the chain gave none of the compared attacks a derivative."""
     scores, planned = reading.scores, reading.ledger.planned()
     flat = {row["name"] for row in reading.attacks if row["flat"]}
@@ -260,7 +265,7 @@ def _none_moved(reading: Reading) -> bool:
 
 
 @viewed
-def restored_labels(reading: Reading) -> RestoredLabels | None:
+def restored_labels(reading: RunSnapshot) -> RestoredLabels | None:
     """Return the labels of the attack that restored most; attacks with given labels do not count."""
     scores, kind = reading.scores, reading.scores.label_kind
     known, sign = scores.where(~np.isnan(scores.value)).of_metric(kind.metric), MEASURED[kind.metric].sign
@@ -269,7 +274,7 @@ def restored_labels(reading: Reading) -> RestoredLabels | None:
     return max(found, key=lambda labels: (labels.leaks, sign * labels.score), default=None)
 
 
-def _restored_by(attack: str, known: Scores, reading: Reading, attacks: int) -> RestoredLabels | None:
+def _restored_by(attack: str, known: Scores, reading: RunSnapshot, attacks: int) -> RestoredLabels | None:
     """Compare an attack's labels with a guess's: of classes by their shares, of others with the baselines' labels."""
     rows, kind = known.of_attack(attack), known.label_kind
     if kind is not LabelKind:
@@ -294,9 +299,9 @@ def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
     return np.array([sizes.get(key, 1) for key in rows.batch_keys().tolist()])
 
 
-def _nothing_to_judge(reading: Reading) -> str:
+def _nothing_to_judge(reading: RunSnapshot) -> str:
     scores, planned = reading.scores, reading.ledger.planned()
-    if not any(is_attack(name) and not attack.tells_members for name, attack in planned.items()):
+    if not any(is_attack(name) and not attack.tests_membership for name, attack in planned.items()):
         return "no attack that reconstructs was planned"
     if reading.meta.get("replay") == "mismatch":
         return "the replay check failed"
@@ -306,7 +311,7 @@ def _nothing_to_judge(reading: Reading) -> str:
     return f"no attack is compared with a baseline{reason}: {ended}" if ended else "no attack has been done yet"
 
 
-def ungraded_reason(reading: Reading) -> str:
+def ungraded_reason(reading: RunSnapshot) -> str:
     """Return the reason for reconstructions without a grade; empty if all are graded."""
     if "grading" not in reading.meta and reading.ledger.foreign:
         return "the app's clients keep their data; its owner grades with: fedgauge audit RUN --truth FOLDER"

@@ -26,6 +26,7 @@ from fedgauge.simulations.checks.attack_trial import NOT_APPLICABLE, PATIENCE, P
 from fedgauge.simulations.checks.chain_check import check_links, try_links
 from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt, attempt_all
 from fedgauge.simulations.checks.network_check import check_network, try_derivatives
+from fedgauge.simulations.checks.preflight import closed_forms
 
 BETWEEN_BUILDS = "sort lists of files, and draw with torch's generator, which the seed sets, or read it from a file"
 Stage = Callable[[Scenario], Iterator[CheckResult]]
@@ -33,7 +34,8 @@ Stage = Callable[[Scenario], Iterator[CheckResult]]
 
 def check(scenario: Scenario) -> list[CheckResult]:
     """Check a scenario that could be built; stop after a stage without which nothing can be trained."""
-    stages = (_check_data, _check_model, _check_strategy, check_links, _check_step, check_attacks, _check_devices)
+    trained = (_check_data, _check_model, _check_strategy, check_links, _check_step)
+    stages = (*trained, _check_closed_forms, check_attacks, _check_devices)
     return list(_carry_out(scenario, stages))
 
 
@@ -110,6 +112,16 @@ def _check_devices(scenario: Scenario) -> Iterator[CheckResult]:
 
     if scenario.audit.curious:
         yield attempt("devices", found)
+
+
+def _check_closed_forms(scenario: Scenario) -> Iterator[CheckResult]:
+    """Say whether an attack without a search reads examples exactly, or which layer leaves how many dimensions open."""
+    if not scenario.audit.curious:
+        return
+    for finding in closed_forms(scenario):
+        exact = finding.severity == "leaks"
+        found = Problem("exact", "", finding.words, finding.change) if exact else finding.words
+        yield CheckResult("closed form", not exact, False, found)
 
 
 def _check_data(scenario: Scenario) -> Iterator[CheckResult]:

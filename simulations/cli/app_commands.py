@@ -2,6 +2,11 @@
 
 import argparse
 import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
@@ -29,6 +34,7 @@ def app(options: argparse.Namespace) -> int:
     """Carry out `fedgauge app DIR`."""
     from fedgauge.simulations.cli.main import main
     from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
+    from fedgauge.simulations.rehearsal.flower_app import importing
     from fedgauge.simulations.rehearsal.rehearse import observe, rehearse
     from fedgauge.simulations.reports.report import write_report
 
@@ -37,25 +43,27 @@ def app(options: argparse.Namespace) -> int:
     thresholds = chosen_thresholds(options)
     for setting in options.set:
         apply_setting(settings, setting)
-    run, observed = observe(options.folder, options.runs, settings, options.clients, console)
-    found = rehearse(run, observed, options.folder, options.clients, truth=not options.no_truth)
-    for failure in observed.failed[:3]:
-        console.print(f"a client failed: {failure}")
-    for problem in found.draft.problems:
-        console.print(f"{problem.code}: {problem}")
-    if options.draft and found.draft.lines:
-        with writing(options.draft) as file:
-            file.write(found.draft.text().encode())
-    if found.draft.fatal:
-        console.print(f"the app was trained and recorded in {run.folder}; no attack fits it yet")
-        return INAPPLICABLE
-    console.print(found.proof)
-    given = [str(run.folder), "--log", options.log, *([] if options.no_truth else ["--truth", str(found.truth)])]
-    with components.allowing(found.packages, [options.folder.resolve()]):
-        status = main(["audit", *given])
-        write_report(run)
+    folder, draft = options.folder.resolve(), options.draft and options.draft.resolve()
+    run, observed = observe(folder, options.runs.resolve(), settings, options.clients, console)
+    with _copied(folder) as copy:
+        found = rehearse(run, observed, copy, options.clients, truth=not options.no_truth)
+        for failure in observed.failed[:3]:
+            console.print(f"a client failed: {failure}")
+        for problem in found.draft.problems:
+            console.print(f"{problem.code}: {problem}")
+        if draft and found.draft.lines:
+            with writing(draft) as file:
+                file.write(found.draft.text().encode())
+        if found.draft.fatal:
+            console.print(f"the app was trained and recorded in {run.folder}; no attack fits it yet")
+            return INAPPLICABLE
+        console.print(found.proof)
+        given = [str(run.folder), "--log", options.log, *([] if options.no_truth else ["--truth", str(found.truth)])]
+        with components.allowing(found.packages, importing(copy)):
+            status = main(["audit", *given])
+            write_report(run)
     allow = " ".join(f"--allow {package}" for package in found.packages)
-    console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {options.folder}: ", end="")
+    console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {folder}: ", end="")
     console.print(f"fedgauge audit {shlex.quote(str(run.folder))} --retry all {allow}")
     if thresholds:
         from fedgauge.server.views.gate import gate_of_run
@@ -64,3 +72,18 @@ def app(options: argparse.Namespace) -> int:
         with read_once(run) as reading:
             return conclude_gate(options, gate_of_run(reading, thresholds), run.folder) or status
     return status
+
+
+@contextmanager
+def _copied(folder: Path) -> Iterator[Path]:
+    """Work in a copy of an app's folder, where its code is imported: it may write there, and read a command line without ours."""
+    from fedgauge.simulations.rehearsal.flower_app import mirror
+
+    arguments, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        with TemporaryDirectory() as copy, chdir(copy), components.allowing(()):
+            mirror(folder, Path(copy))
+            sys.path[:] = [place for place in sys.path if Path(place).resolve() != folder]
+            yield Path(copy)
+    finally:
+        sys.argv = arguments

@@ -9,10 +9,11 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import in_unit
-from fedgauge.server.views.reading import run_line, tables_of
+from fedgauge.server.views.notices import notices
+from fedgauge.server.views.reading import read_once, run_line, tables_of
 from fedgauge.simulations.cli.finding_runs import all_runs, find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, days, path, tell
-from fedgauge.simulations.cli.run_summary import next_step, wide_console
+from fedgauge.simulations.cli.run_summary import wide_console
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 
@@ -67,9 +68,9 @@ def stop(options: argparse.Namespace) -> int:
             tell(f"{run.name} is still finishing its attacks in flight")
             return FAILED
         time.sleep(0.2)
-    with run.ledger() as ledger:
-        left = next_step(run, ledger) or "every update that was received has been attacked"
-        print(printable(f"{run.name}: stopped; {left}"))
+    with read_once(run) as reading:
+        left = [f"{notice.words} {notice.command}" for notice in notices(reading) if notice.command]
+    print(printable(" ".join([f"{run.name}: stopped.", *left])))
     return 0
 
 

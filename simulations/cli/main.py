@@ -19,14 +19,13 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "run_commands": {
         "run": "train a federation and attack it, or continue a run that was interrupted.",
-        "audit": "attack the updates on the tape, by the run's plan or another attack; continues where it stopped.",
+        "audit": "attack the recorded updates, by the run's plan or another attack; continues where it stopped.",
     },
     "result_commands": {
         "watch": "show runs in the browser, while they work and afterwards; Ctrl-C ends it.",
         "report": "write the HTML report of each run, and compare several; figures if asked for.",
         "gate": "compare what a run's attacks reached with thresholds; the exit status says whether they hold.",
         "export": "every score as CSV.",
-        "client-report": "what a client of a deployment sent, answered and leaked, from its own log.",
     },
     "experiment_commands": {
         "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",

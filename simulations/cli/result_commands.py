@@ -1,4 +1,4 @@
-"""`fedgauge watch`, `report`, `gate`, `export` and `client-report`: show what runs have found."""
+"""`fedgauge watch`, `report`, `gate` and `export`: show what runs have found."""
 
 import argparse
 import sys
@@ -12,7 +12,6 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.views.gate import GateResult, Threshold
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, refuse, tell
-from fedgauge.simulations.cli.run_summary import wide_console
 from fedgauge.simulations.reports.gate_output import gate_lines, gate_status, write_junit
 from fedgauge.simulations.run.exit_status import MISTAKE
 
@@ -34,7 +33,6 @@ def add_to(commands: Commands) -> None:
     add_gate(commands.add(gate))
     table = commands.add(export)
     path(table, "--output -o", "PATH", "default: standard output")
-    path(commands.add(client_report, with_run=False), "file", "CLIENT.toml", "the owner's file")
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -143,12 +141,4 @@ def export(options: argparse.Namespace) -> int:
         print(options.output)
     else:
         write_csv(run, sys.stdout)
-    return 0
-
-
-def client_report(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge client-report CLIENT.toml`."""
-    from fedgauge.simulations.reports.client_report import read, show
-
-    show(read(options.file), wide_console())
     return 0

@@ -8,7 +8,6 @@ from hashlib import sha256
 from typing import get_args
 
 from rich.console import Console
-from rich.progress import Progress
 
 from fedgauge.attacks.base import Status
 from fedgauge.attacks.plan import AttackPlan
@@ -44,7 +43,7 @@ def add_to(commands: Commands) -> None:
     again.add_argument("--clients", type=numbers, metavar="0,1", help="with --attack: which clients")
     text = "try these again, after their cause is mended, or all after the run's scenario.toml was changed (repeatable)"
     again.add_argument("--retry", action="append", choices=("failed", "not-applicable", "all"), default=[], help=text)
-    text = "grade what came back by the clients' own examples: a folder of files"
+    text = "grade reconstructions against the clients' own examples: a folder of files"
     again.add_argument("--truth", metavar="FOLDER|'NAME KEY=VALUE ...'", help=text)
     again.add_argument("--devices", metavar="cuda:0,cuda:1", help="instead of the scenario's; auto, cpu, cuda or names")
     flag(again, "--force", "attack although the replay check fails")
@@ -124,7 +123,7 @@ def audit(options: argparse.Namespace) -> int:
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
                 raise LedgerError(
-                    f"{run.folder} has no updates on its tape: none was accepted, [audit] curious = false, or [tape] keep or "
+                    f"{run.folder} has no recorded updates: none was accepted, [audit] curious = false, or [tape] keep or "
                     "fedgauge prune have deleted them"
                 )
             refuse_misfit(scenario.federation, str(run.folder / "scenario.toml"))
@@ -139,16 +138,12 @@ def audit(options: argparse.Namespace) -> int:
         if waiting and (words := other_sizes(ledger, scenario.federation.shards.batch_size)):
             console.print(f"warning: {words}", soft_wrap=True)  # before hours of work
         interrupted = _attack(options, run, scenario, console) if truth is None or waiting else False
-        with Progress(console=console, disable=options.log != "auto", transient=True) as bars:
-            task = bars.add_task("who was in a batch: updates tested", visible=False)
-
-            def tested(done: int, total: int) -> None:
-                bars.update(task, completed=done, total=total, visible=True)
-
-            if truth is not None and not interrupted:
-                grade(run, ledger, scenario, truth, tested)
-            elif not (interrupted or options.follow):
-                regrade(run, ledger, scenario, tested)
+        if truth is not None and not interrupted:
+            if options.log == "auto":
+                console.print("grading, and testing membership again, by the truth")
+            grade(run, ledger, scenario, truth)
+        elif not (interrupted or options.follow):
+            regrade(run, ledger, scenario)
     if options.follow:  # the driver of the training prints the summary
         return INTERRUPTED if interrupted else 0
     print_summary(run, options.log)
@@ -205,7 +200,7 @@ def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], conso
     with run.lock("audit"):  # no service may be at work on them
         statuses = {"failed", *get_args(Status)} if "all" in kinds else {kind.replace("-", "_") for kind in kinds}
         again, gone = ledger.retry_ended(statuses, scenario.plan.wave)
-    lost = f"; {gone} cannot be: their updates are no longer on the tape" if gone else ""
+    lost = f"; {gone} cannot be: their updates are deleted" if gone else ""
     console.print(f"fedgauge: {again} attacks ({' or '.join(kinds)}) are tried again{lost}")
 
 

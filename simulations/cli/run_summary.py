@@ -1,4 +1,4 @@
-"""The end of `fedgauge run` and `fedgauge audit`: print scores, failures, the report, and the next step."""
+"""The end of `fedgauge run` and `fedgauge audit`: print scores, notices and the report."""
 
 import sys
 
@@ -10,10 +10,11 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.leak_tables import rounds_table
 from fedgauge.server.views.membership import members_sentences
-from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on, failure, inapplicable, none_accepted
-from fedgauge.server.views.participation import guarded, other_sizes, participation
+from fedgauge.server.views.notices import notices
+from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on
+from fedgauge.server.views.participation import guarded, participation
 from fedgauge.server.views.privacy import canaries
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.cli.options import tell
@@ -33,34 +34,14 @@ def print_summary(run: Run, log: Log) -> None:
         finish(run, write_report(run))
         return
     with read_once(run) as reading:
+        noted = [" ".join(filter(None, notice)) for notice in notices(reading)]
         if log == "quiet":
-            mismatch = reading.meta.get("replay") == "mismatch" and reading.meta["replay_detail"]
-            for text in filter(None, (mismatch, _clients(reading.ledger), *_problems(reading))):
+            for text in filter(None, (_clients(reading.ledger), *noted)):
                 tell(text)
         else:
-            _print_results(reading)
+            _print_results(reading, noted)
     print(f"report: {write_report(run)}")
     print(run.folder)
-
-
-def next_step(run: Run, ledger: Ledger) -> str:
-    """Return the next step for a run at rest, with its command; empty if there is none."""
-    from fedgauge.simulations.run.create import restart_command
-
-    audit, progress = f"fedgauge audit {run.folder}", ledger.progress()
-    if not ledger.attacks():
-        return "the server was not curious ([audit] curious = false): there is nothing to attack"
-    if progress.waiting and ledger.meta().get("replay") == "mismatch":
-        return (
-            f"{progress.waiting} attacks wait: they would invert another computation than the clients'. Correct the scenario or "
-            f"the code, and check again with: {audit} (--force: attack anyway)"
-        )
-    if progress.waiting:
-        return f"{progress.waiting} attacks are parked; continue with: {audit}"
-    if not ledger.observations():
-        return f"it ended before its first round; begin again with: {restart_command(run, ledger)}"
-    mended = f"when the cause is mended, also in {run.folder / 'scenario.toml'}, try again with: {audit} --retry failed"
-    return mended if progress.failed else ""
 
 
 def wide_console() -> Console:
@@ -68,17 +49,8 @@ def wide_console() -> Console:
     return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=160)
 
 
-def _problems(reading: Reading) -> list[str]:
-    """Return doubts about the figures, failures, and the next step."""
-    ledger = reading.ledger
-    sizes = other_sizes(ledger, reading.tables["data"].get("batch_size", 1))
-    doubts = [f"WARNING: {text}" for text in (sizes, reading.meta.get("truth_doubts")) if text]
-    failures = none_accepted(ledger), failure(ledger), inapplicable(ledger), reading.plan_coverage.words
-    return [*doubts, *filter(None, (*failures, next_step(reading.run, ledger)))]
-
-
-def _print_results(reading: Reading) -> None:
-    """Print the table of scores, failures, and what to do next."""
+def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
+    """Print the table of scores, what is known of them, and the notices."""
     console = wide_console()
     ledger, meta = reading.ledger, reading.meta
     table = rounds_table(reading).only(*SHOWN)
@@ -91,9 +63,8 @@ def _print_results(reading: Reading) -> None:
     if ledger.attacks() and table.rows:
         for text in members_sentences(verdict_of(reading).members, ledger):
             _print_line(console, text)
-    if "replay_detail" in meta:
-        style = "yellow" if meta.get("replay") != "ok" else None
-        _print_line(console, f"replay check: {meta['replay_detail']}", style)
+    if meta.get("replay") == "ok":
+        _print_line(console, f"replay check: {meta['replay_detail']}")
     effects = server_attack_effects(reading)
     reasons = ledger.reasons()
     for text in (
@@ -106,7 +77,7 @@ def _print_results(reading: Reading) -> None:
     ):
         if text:
             _print_line(console, text)
-    for text in _problems(reading):
+    for text in noted:
         _print_line(console, text, "yellow")
 
 

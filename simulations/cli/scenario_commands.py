@@ -108,12 +108,13 @@ def doctor(options: argparse.Namespace) -> int:
     if file is None:
         results = examine()
     elif _is_owners(file):
-        from fedgauge.simulations.checks.owner_check import check_owner
+        from fedgauge.simulations.checks.owner_check import check_owner, history
 
         refuse(
             {f"{file}: an owner decides only by the file: leave out --set and --allow": options.set or options.allow}
         )
-        results = check_owner(OwnerConfig.load(file))
+        owner = OwnerConfig.load(file)
+        results = [*check_owner(owner), *history(owner)]
     else:
         from fedgauge.simulations.checks.scenario_check import check
 

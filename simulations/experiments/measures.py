@@ -139,6 +139,13 @@ def _success_gain(outcome: AttackOutcome, against: AttackOutcome | None) -> Inte
     return _paired(lambda w: 100 * ((w @ ours) / (w @ theirs) - 1), len(ours))
 
 
+def _psnr_gain(outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:
+    """Return the mean difference in PSNR from the other attack, image by image."""
+    assert against is not None
+    n, size = outcome.psnr.shape
+    return _clustered((outcome.psnr - against.psnr).flatten(), np.repeat(np.arange(n), size))
+
+
 def _iterations_saved(outcome: AttackOutcome, against: AttackOutcome | None) -> Interval:
     """Return the iterations saved for a success compared with the other attack, in percent."""
     assert against is not None
@@ -170,6 +177,7 @@ DERIVED: Mapping[str, tuple[str, Measure]] = {
     "exact": ("psnr", lambda outcome, _: _rate(np.all(outcome.psnr >= PSNR_CAP, axis=1))),
     "verbatim": ("psnr", _verbatim),
     "iterations": ("mse", _iterations),
+    "psnr_gain": ("psnr", _psnr_gain),
     "success_gain": ("mse", _success_gain),
     "iterations_saved": ("mse", _iterations_saved),
 }

@@ -12,6 +12,7 @@ from fedgauge.client.components import SpecError, Table, call, check_arguments, 
 from fedgauge.server.store.scenario import component_of
 from fedgauge.simulations.experiments.grid import Cell, expand
 from fedgauge.simulations.experiments.paper_tables import (
+    STRONGEST,
     AttackSpec,
     Images,
     PaperTable,
@@ -103,7 +104,7 @@ def restrict(
 
     def chosen_attacks(cell: Setting) -> list[AttackSpec]:
         names = {t.name for t in cell.attacks if attacks is None or t.name in always or _matches(t.name, attacks)}
-        names |= {t.against for t in cell.attacks if t.name in names}
+        names = names.union(*(cell.needed_by(t) for t in cell.attacks if t.name in names))
         specs = [t for t in cell.attacks if t.name in names]
         return specs if budget is None else [replace(t, budget=replace(t.budget, iterations=budget)) for t in specs]
 
@@ -128,8 +129,8 @@ def _matches(name: str, pattern: str) -> bool:
 def with_submissions(paper_table: PaperTable, attacks: Sequence[str]) -> PaperTable:
     """Add further attacks to every cell that they fit.
 
-    An attack gets the budget, knowledge and metrics of the cell's first attack. A test of membership fits cells of members, and a
-    registered attack those of its kind of data.
+    An attack gets the budget, knowledge and metrics of the cell's first attack, and is compared with the strongest if that one
+    is. A test of membership fits cells of members, and a registered attack those of its kind of data.
 
     Args:
         attacks: components as text, such as 'mine:sharper rate=0.1'.
@@ -163,10 +164,10 @@ def _attacked(cell: Setting, name: str, table: Table) -> Setting:
     like = cell.attacks[0]
     if name in {attack.name for attack in cell.attacks}:
         return cell
-    spec = replace(like, name=name, table=table, paper={}, against="")
+    spec = replace(like, name=name, table=table, paper={}, against=like.against if like.against == STRONGEST else "")
     spec.build()
     # nothing is known of what data a user's own module reconstructs
     own, others = (modalities_of(str(of.table["use"])) for of in (spec, like))
-    of_alike_data = spec.tells_members or not own or not others or any(modality in others for modality in own)
-    fits = spec.tells_members == like.tells_members and of_alike_data
+    of_alike_data = spec.tests_membership or not own or not others or any(modality in others for modality in own)
+    fits = spec.tests_membership == like.tests_membership and of_alike_data
     return replace(cell, attacks=(*cell.attacks, spec)) if fits else cell

@@ -10,6 +10,8 @@ from fedgauge.client.components import Table, build
 from fedgauge.client.data.corpora import Longer
 from fedgauge.client.models.tokenizer import Task
 
+STRONGEST = "strongest"
+
 
 @dataclass(frozen=True)
 class Images:
@@ -74,7 +76,8 @@ class AttackSpec(PlannedAttack):
         lengths: of sentences: given, in the order of the labels; or hidden.
         paper: a figure for each metric, its spread, its n, iterations and restarts.
         metrics: those to report.
-        against: the attack of the same setting that gains are relative to.
+        against: the attack of the same setting that gains are relative to; "strongest": the one of the highest PSNR among those
+            that are compared with none.
     """
 
     labels: Literal["restored", "given"] = "given"
@@ -121,6 +124,12 @@ class Setting:
     members: int = 1
     alone: bool = False
     faintest: bool = False
+
+    def needed_by(self, spec: AttackSpec) -> set[str]:
+        """The names of the attacks that an attack's gains are relative to."""
+        if spec.against == STRONGEST:
+            return {other.name for other in self.attacks if not other.against}
+        return {spec.against} - {""}
 
     def build_server_attack(self) -> ServerAttack | None:
         """The server attack; SpecError if its table has a mistake."""

@@ -63,6 +63,6 @@ def _attack_cell(cell: Setting, seed: int, left: Collection[str], place: int) ->
     outcomes: dict[str, AttackOutcome] = {}
     for spec in (spec for spec in cell.attacks if spec.name in left):
         for needed in cell.attacks:  # what it is compared with was perhaps done in an earlier call
-            if needed.name in (spec.name, spec.against) and needed.name not in outcomes:
+            if needed.name in {spec.name, *cell.needed_by(spec)} and needed.name not in outcomes:
                 outcomes[needed.name] = run_attack(needed, setup, cell.wave)
         yield compared_figures(cell, spec, outcomes[spec.name], outcomes, setup.note)

@@ -23,7 +23,7 @@ from fedgauge.simulations.experiments.measures import (
     measured,
     metric_of,
 )
-from fedgauge.simulations.experiments.paper_tables import AttackSpec, Setting
+from fedgauge.simulations.experiments.paper_tables import STRONGEST, AttackSpec, Setting
 from fedgauge.simulations.experiments.setups import Setup
 
 RANDOM_DRAWS = 10  # of random words for each update; the floor is their mean
@@ -116,7 +116,7 @@ def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
     """Mean scores of the first baseline, which reads no update and is given as much of the truth as the attack is."""
     if spec.is_limit:
         return {}
-    if spec.tells_members:
+    if spec.tests_membership:
         baseline = AttackSpec(LABELS_ALONE, {"use": "membership", "score": LABELS_ALONE}, Budget(1))
     else:
         use = next(iter(setup.auditor.modality.baselines.values()))
@@ -140,13 +140,17 @@ def compared_figures(
         if not spec.metric:
             note += f", graded as {modality_measured(outcome.scores.metrics).blank_name}"
         note += "".join(f": {reason}" for reason in outcome.reasons[:1])
+    against = spec.against
+    if against == STRONGEST:
+        against = max(sorted(cell.needed_by(spec)), key=lambda name: float(others[name].psnr.mean()))
+        note += f"{'; ' * bool(note)}the strongest: {against}"
     return [
         ComparedFigure(
             cell.name,
             spec.name,
             metric,
             spec.paper.get(metric),
-            *measured(metric, outcome, others.get(spec.against)),
+            *measured(metric, outcome, others.get(against)),
             n=cell.auxiliary if spec.metric == mse.name else outcome.examples,
             spread=spec.paper.get("spread") if metric == "psnr" else None,
             floor=None if metric in DERIVED else outcome.floor.get(metric_of(metric)),

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from fedgauge.client.components import SpecError
-from fedgauge.server.children import die_with_parent
+from fedgauge.server.child_processes import die_with_parent
 from fedgauge.simulations.checks.check_result import sentence
 
 # Given its place among the cells at work; it prepares the cell, yields nothing once, and then rows as they are there.

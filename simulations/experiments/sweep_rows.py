@@ -19,7 +19,7 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.formatting import is_exact, number, percent, rounded
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
 from fedgauge.server.views.tables import Table
@@ -43,7 +43,7 @@ class SweepRow:
         n: graded examples; failed: attacked examples without a grade.
         reason: why there is no number, or why some are missing.
         metric: by which the attacks are compared, or the question of membership; an older sweep's rows do not name it.
-        told: share of members that a membership test detects at 1 % false positives.
+        detected: share of members that a membership test detects at 1 % false positives.
         exact: the best is an exact hit, which is inf here and in CSV, and null in JSON.
     """
 
@@ -64,7 +64,7 @@ class SweepRow:
     reason: str = ""
     run: str = ""
     metric: str = ImageModality.main.metric
-    told: float | None = None
+    detected: float | None = None
     of_error: float | None = None
     bound: float | None = None
     gap: float | None = None
@@ -94,11 +94,11 @@ def failed_rows(cell: SweepCell, error: Exception) -> list[SweepRow]:
     ]
 
 
-def _row(cell: SweepCell, planned: PlannedAttack, reading: Reading) -> SweepRow:
+def _row(cell: SweepCell, planned: PlannedAttack, reading: RunSnapshot) -> SweepRow:
     attack = planned.name
     metric = planned.metric or reading.scores.measure.metric
     pooled, errors = reading.pooled(metric), reading.pooled("mse")
-    told = reading.pooled(metric + ONE_PERCENT).get(attack) if planned.tells_members else None
+    detected = reading.pooled(metric + ONE_PERCENT).get(attack) if planned.tests_membership else None
     changed = reading.pooled(metric + AUGMENTED).get(attack) if metric + AUGMENTED in MEASURED else None
     leak, limits, reached = pooled.get(attack), Limits.of(errors), error_in_db(errors.get(attack))
     job_reasons = [*reading.ledger.reasons(), *reading.ledger.reasons("failed")]
@@ -123,7 +123,7 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: Reading) -> SweepRow:
         reason="; ".join(reasons),
         run=cell.folder,
         metric=metric,
-        told=mean_of(told),
+        detected=mean_of(detected),
         of_error=reached,
         bound=limits.bound,
         gap=None if limits.estimate is None or reached is None else limits.estimate - reached,
@@ -193,7 +193,7 @@ def summary_as_markdown(found: Sequence[SweepRow], defenses: Sequence[str]) -> s
 
 
 def _strongest(own: Sequence[SweepRow], by: MainMetric) -> tuple[str, str]:
-    """The strongest attack on one defense, and what came back as text."""
+    """The strongest attack on one defense, and its result as text."""
     means, augmented = _means(own, "mean"), _means(own, "augmented")
     best, other = (by.leakiest(sorted(found), found.__getitem__) for found in (means, augmented))
     if best is None:
@@ -220,8 +220,8 @@ def _detected(tests: Sequence[SweepRow]) -> str:
     best = MEASURED[MEMBER].leakiest(sorted(areas), areas.__getitem__)
     if best is None:
         return "no test gave a number" if tests else "not tested"
-    told = _means(tests, "told").get(best)
-    return number(areas[best], 2) + ("" if told is None else f"; {percent(told, space=' ')} detected")
+    detected = _means(tests, "detected").get(best)
+    return number(areas[best], 2) + ("" if detected is None else f"; {percent(detected, space=' ')} detected")
 
 
 def _over_seeds(own: Sequence[SweepRow], column: str) -> float | None:

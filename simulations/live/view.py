@@ -21,7 +21,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import finite, in_unit, is_exact
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.outcomes import work_words
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.roles import attack_order, is_attack, role_of
 from fedgauge.server.views.strength import best_of, final_accuracy
 from fedgauge.server.views.verdict import verdict_of
@@ -42,7 +42,7 @@ class View:
         note: what the run waits for.
     """
 
-    def __init__(self, reading: Reading, clock: Clock = time.monotonic) -> None:
+    def __init__(self, reading: RunSnapshot, clock: Clock = time.monotonic) -> None:
         self.reading, self.note = reading, ""
         self._clock, self._started, self._read_at = clock, clock(), -inf
 
@@ -103,7 +103,7 @@ class Lines(View):
 class LiveLine(Lines):
     """View with one line that is kept up to date, and wiped at the end."""
 
-    def __init__(self, reading: Reading, console: Console, clock: Clock = time.monotonic) -> None:
+    def __init__(self, reading: RunSnapshot, console: Console, clock: Clock = time.monotonic) -> None:
         super().__init__(reading, clock)
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
@@ -120,7 +120,7 @@ class LiveLine(Lines):
 class Events(View):
     """View that emits started, round, scores, progress and replay."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: RunSnapshot) -> None:
         super().__init__(reading)
         self._emitted: dict[object, object] = {}
 
@@ -162,7 +162,7 @@ class Events(View):
 
 def view_of(run: Run, console: Console, log: Log = "auto", scenario: Scenario | None = None) -> View:
     """Make a view; auto: a live line in a capable terminal, otherwise plain lines."""
-    reading = Reading(run, scenario)
+    reading = RunSnapshot(run, scenario)
     if log == "json":
         return Events(reading)
     if log == "quiet":
@@ -170,13 +170,13 @@ def view_of(run: Run, console: Console, log: Log = "auto", scenario: Scenario | 
     return LiveLine(reading, console) if console.is_terminal and not console.is_dumb_terminal else Lines(reading)
 
 
-def leaks_by_round(reading: Reading) -> list[Leak]:
+def leaks_by_round(reading: RunSnapshot) -> list[Leak]:
     """Return the results of each name in each round; the attacks of a round come first."""
     found = [leak for leak in reading.leakage(reading.scores.measure.metric) if leak.round is not None]
     return sorted(found, key=lambda leak: (leak.round or 0, not is_attack(leak.attack), leak.attack))
 
 
-def progress_line(reading: Reading) -> str:
+def progress_line(reading: RunSnapshot) -> str:
     """Write the state of a run on one line."""
     jobs, by = reading.jobs, reading.scores.measure
     parts = [f"round {max(reading.rounds, default=0)}/{reading.tables['rounds']}"]

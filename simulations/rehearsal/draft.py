@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from fedgauge.attacks.base import Observation
+from fedgauge.attacks.effort import attacks_by_effort
 from fedgauge.attacks.problem import Problem
 from fedgauge.client.components import SpecError
+from fedgauge.client.federation import Federation
 from fedgauge.client.local_data import read_npz
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
@@ -320,7 +322,7 @@ def _training(
         values["weight_decay"] = float(group["weight_decay"])
     if scale != 1:
         _rescale(values, scale)
-    accumulate = steps[0]["passes"]
+    accumulate = max(1, steps[0]["passes"])
     if accumulate > 1:
         values["accumulate"] = accumulate
     if max(sizes) < n:
@@ -404,10 +406,18 @@ def _networks(first: Mapping[str, Any], form: Form) -> list[tuple[dict[str, Any]
     return found
 
 
-def attack_once(draft: Draft, client: int, round: int, origin: str) -> None:
-    """Attack one update instead of all."""
-    draft.replace("[audit]", "clients", [client])
+def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -> None:
+    """Attack one round's updates of some clients."""
+    draft.replace("[audit]", "clients", list(clients))
     draft.add("[audit]", origin, rounds=[round])
+
+
+def cut_searches(draft: Draft, federation: Federation, iterations: int) -> None:
+    """Name the quick attacks, with fewer iterations of each search."""
+    draft.lines = [line for line in draft.lines if line[:2] != ("[audit]", "effort")]
+    for table in attacks_by_effort("quick", federation):
+        fewer = {"iterations": iterations} if "iterations" in table else {}
+        draft.add("[[attack]]", 'the attacks of effort = "quick"', **{**table, **fewer})
 
 
 def say_what_differs(
@@ -441,7 +451,7 @@ def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, fi
     """
     draft.add("[[chain]]", "layers that are trained and never uploaded", use="private_layers", layers=list(layers))
     draft.add("[model]", "the first client's values of these layers", weights=str(files / WEIGHTS))
-    attack_once(draft, client, round, "the first training")
+    attack_some(draft, [client], round, "the first training")
     why = f"clients train {', '.join(layers[:3])} and do not upload them"
     draft.note(
         "private", why, f"only client {client}'s update of round {round} starts from known values and is attacked"

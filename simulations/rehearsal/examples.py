@@ -30,6 +30,10 @@ class Form:
         """Return examples as the truth has them: rows (N, F), arrays (N, ...)."""
         return x.astype(np.float32)
 
+    def labels(self, x: np.ndarray) -> np.ndarray:
+        """Return labels that are the examples themselves, as of an autoencoder or of words to predict."""
+        return x
+
     def stored(self, x: np.ndarray) -> np.ndarray:
         """Return examples as the archive of public data has them."""
         return self.examples(x)

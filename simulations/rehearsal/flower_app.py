@@ -1,12 +1,14 @@
 """A Flower app in its folder: its parts, its config, and its federation in the memory of one process."""
 
 import importlib
+import shutil
 import sys
 import threading
 import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from fedgauge.simulations.rehearsal.observer import Observer, Training
 Settings = Mapping[str, bool | int | float | str]
 ROUNDS = ("num-server-rounds", "num_server_rounds", "num-rounds", "num_rounds", "rounds")
 PARTITIONS = 10  # as Flower's templates have
+SMALL = 1 << 20  # bytes of a file that is copied
+MANY = 1000  # entries of a folder, above which it is linked as a whole, as folders of data are
 TRIES = 2  # how often a strategy asks for clients and sends nothing before further ones appear
 
 
@@ -68,8 +72,7 @@ class FlowerApp:
 
     def part(self, reference: str) -> Any:
         """Import the server app or the client app; the app's code may raise anything."""
-        if str(self.folder) not in sys.path:
-            sys.path.insert(0, str(self.folder))
+        sys.path[:0] = [str(place) for place in importing(self.folder) if str(place) not in sys.path]
         module, _, name = reference.partition(":")
         found: Any = importlib.import_module(module)
         for attribute in name.split("."):
@@ -85,12 +88,31 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
+def importing(folder: Path) -> list[Path]:
+    """Return the folders from which an app's modules are imported."""
+    return [place for place in (folder, folder / "src") if place.is_dir()]
+
+
+def mirror(folder: Path, to: Path) -> None:
+    """Copy an app's small files and link its large ones: the app finds its files, and changes none of them."""
+    for entry in folder.iterdir():
+        inner = list(islice(entry.iterdir(), MANY + 1)) if entry.is_dir() and not entry.is_symlink() else None
+        if inner is not None and entry.name[0] not in "._" and len(inner) <= MANY:
+            (to / entry.name).mkdir()
+            mirror(entry, to / entry.name)
+        elif inner is None and entry.is_file() and entry.stat().st_size <= SMALL:
+            shutil.copy(entry, to / entry.name)
+        else:
+            (to / entry.name).symlink_to(entry)
+
+
 class AppGrid(Grid):
     """A grid that answers with the app's own ClientApp, each client with its own context, and observes its training.
 
     Args:
         clients: how many there are at first; more appear if the strategy waits for more.
         most: clients of the app's own federation, if known.
+        folder: of the app's code, to name its line that fails.
     """
 
     def __init__(
@@ -100,8 +122,9 @@ class AppGrid(Grid):
         clients: int,
         observer: Observer,
         most: int | None = None,
+        folder: Path | None = None,
     ):
-        self._app, self._observer = app, observer
+        self._app, self._observer, self._folder = app, observer, folder
         most = most or max(PARTITIONS, clients)
         self._contexts = {
             node: Context(1, node, {"partition-id": node - 1, "num-partitions": most}, RecordDict(), dict(config))
@@ -169,7 +192,7 @@ class AppGrid(Grid):
             self.trained.setdefault(node, []).append(seen)
             return reply
         except Exception as error:  # as with Flower, a client that fails is an error reply
-            self.failed.append(f"client {node - 1}: {blamed(error, None)}")
+            self.failed.append(f"client {node - 1}: {blamed(error, self._folder)}")
             return Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
 
 

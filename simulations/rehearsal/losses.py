@@ -10,20 +10,29 @@ import numpy as np
 from fedgauge.attacks.problem import Problem
 from fedgauge.simulations.rehearsal.observer import OF_CLASSES
 
-OWN = {
-    "cross_entropy": "cross_entropy",
-    "nll_loss": "cross_entropy",
-    "mse_loss": "mean_squared_error",
-    "binary_cross_entropy_with_logits": "binary_cross_entropy",
+OWN: Mapping[str, tuple[str, Sequence[str]]] = {  # a loss of fedgauge for torch's, and the settings that both have
+    "cross_entropy": ("cross_entropy", ("label_smoothing", "weight")),
+    "nll_loss": ("cross_entropy", ("weight",)),
+    "mse_loss": ("mean_squared_error", ()),
+    "l1_loss": ("mean_absolute_error", ()),
+    "huber_loss": ("huber", ("delta",)),
+    "binary_cross_entropy_with_logits": ("binary_cross_entropy", ("pos_weight",)),
 }
-OF_TORCH = ("binary_cross_entropy", "l1_loss", "smooth_l1_loss", "huber_loss", "poisson_nll_loss", "soft_margin_loss")
+OF_TORCH = ("binary_cross_entropy", "smooth_l1_loss", "poisson_nll_loss", "soft_margin_loss")
 TWO_CLASSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")  # or findings, or a mask's pixels
-DEFAULTS = {"weight": None, "pos_weight": None, "reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0}
+DEFAULTS = {
+    "weight": None,
+    "pos_weight": None,
+    "reduction": "mean",
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "delta": 1.0,
+}
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a loss compares with the network's output.
+    """Labels, as a loss compares them with the network's output.
 
     Attributes:
         name: of torch's function.
@@ -104,10 +113,12 @@ def _target(name: str, options: Mapping[str, Any], outputs: int, reconstructs: b
         return Target(name, {"use": "reconstruction", **settings}, outputs, True, tuple(given))
     classes = 2 if outputs == 1 and name in TWO_CLASSES else outputs
     if name in OF_TORCH:
-        kept = {k: v for k, v in given.items() if isinstance(v, bool | int | float | str)}
-        left_out = tuple(given.keys() - kept.keys())
-        return Target(name, {"use": f"torch.nn.functional:{name}", **kept}, classes, left_out=left_out)
-    smoothing = {"label_smoothing": given.pop("label_smoothing")} if "label_smoothing" in given else {}
-    plain = name in OF_CLASSES and not smoothing
-    table = {} if plain else {"use": OWN[name], **smoothing}
-    return Target(name, table, classes, left_out=tuple(given))
+        plain = {k: v for k, v in given.items() if isinstance(v, bool | int | float | str)}
+        left_out = tuple(given.keys() - plain.keys())
+        return Target(name, {"use": f"torch.nn.functional:{name}", **plain}, classes, left_out=left_out)
+    own, shared = OWN[name]
+    kept: dict[str, Any] = {k: v for k, v in given.items() if k in shared}
+    if isinstance(weight := kept.get("pos_weight"), float):
+        kept["pos_weight"] = [weight]
+    table = {"use": own, **kept} if kept or name not in OF_CLASSES else {}
+    return Target(name, table, classes, left_out=tuple(given.keys() - kept.keys()))

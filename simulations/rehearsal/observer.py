@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 MOST_BYTES = 1 << 28  # of the inputs kept for one client and round
@@ -181,7 +181,7 @@ class Training:
         self.means = []
 
     def steps_by(self, optimizer: Optimizer) -> None:
-        """Note a step of an optimizer."""
+        """Note a step of an optimizer, after it: some pass data through the network within the step."""
         groups = [
             {k: v for k, v in group.items() if isinstance(v, bool | int | float | tuple | list) and k != "params"}
             for group in optimizer.param_groups
@@ -216,7 +216,7 @@ class Observer:
         self._now: Training | None = None
         self._trained = False
         nn.Module.__call__ = self._watched(nn.Module.__call__)  # type: ignore[method-assign]
-        register_optimizer_step_pre_hook(self._step)
+        register_optimizer_step_post_hook(self._step)
         for place in (nn.utils, nn.utils.clip_grad):
             self._before(place, "clip_grad_norm_", _clips)
             self._before(place, "clip_grad_value_", _clips_values)
@@ -227,7 +227,6 @@ class Observer:
         """Observe one client in one round."""
         self._now = now = Training(start=None if self._trained else {})
         self._trained = True
-        _watch_opacus(self)
         factories = _Factories()
         before = sys.getprofile()
         sys.setprofile(factories)
@@ -252,6 +251,7 @@ class Observer:
                     now.enters(module, args, kwargs)
                     if now.network is not None and sys.getprofile() is not None:
                         sys.setprofile(None)  # the network is built: the rest runs at full speed
+                        _watch_opacus(self)  # which the app may have imported only now
                 result = call(module, *args, **kwargs)
                 if now.depth == 1:
                     now.leaves(module, result)
@@ -338,13 +338,12 @@ class _Factories:
                 self._found.append((module, Built(kind.__module__, kind.__qualname__, _given(frame, 1))))
 
     def of(self, network: nn.Module) -> list[Built]:
-        """Return the calls that built this network, the app's own functions before classes."""
+        """Return the calls that built this network, the app's own functions before classes; its class if it was built earlier."""
+        kind = type(network)
+        calls = [built for module, built in reversed(self._found) if module is network]
+        calls += [] if "." in kind.__qualname__ else [Built(kind.__module__, kind.__qualname__, {})]
         others = ("torch", "fedgauge")  # a Sequential has no arguments that a scenario could write
-        return [
-            built
-            for module, built in reversed(self._found)
-            if module is network and built.module.partition(".")[0] not in others
-        ]
+        return [built for built in calls if built.module.partition(".")[0] not in others]
 
 
 def _given(frame: types.FrameType, first: int) -> dict[str, Any]:

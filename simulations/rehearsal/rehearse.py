@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from fedgauge.attacks.base import Observation
+from fedgauge.attacks.effort import ITERATIONS
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, users_errors
@@ -32,21 +33,24 @@ from fedgauge.simulations.rehearsal.draft import (
     LIBRARIES,
     Draft,
     Observed,
-    attack_once,
+    attack_some,
     check_attackable,
+    cut_searches,
     keep_layers,
     say_what_differs,
     with_network,
     write_draft,
 )
 from fedgauge.simulations.rehearsal.examples import Form, form_of
-from fedgauge.simulations.rehearsal.flower_app import FlowerApp, Settings
+from fedgauge.simulations.rehearsal.flower_app import FlowerApp, Settings, importing
 from fedgauge.simulations.rehearsal.losses import Target
 from fedgauge.simulations.rehearsal.train import OBSERVED
 from fedgauge.simulations.run.create import prepare_app
 from fedgauge.simulations.run.launch import OwnProcess
 
-SLOW = 0.5  # CPU seconds for all attacked updates once; above, only one is attacked: a search computes it hundreds of times
+SEVERAL = 0.03  # CPU seconds for all attacked updates once; above, fewer are attacked: a search computes each hundreds of times
+SLOW = 0.1  # for a single update, above which a search has fewer iterations
+LEAST = 10  # iterations of a search
 EXACT = 1e-4  # relative error that rounding during training explains
 STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
 ROUNDING = 1e-6  # relative difference of a fitted rate
@@ -88,7 +92,8 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
                 time.sleep(0.1)
         if process.status() != 0 or run_files.look(run.folder / OBSERVED) is None:
             raise SpecError(process.blame(f"{folder}: the app ended its process"))
-        found = json.loads(run_files.read(run.folder / OBSERVED, MOST_OBSERVED))
+        text = run_files.read(run.folder / OBSERVED, MOST_OBSERVED).decode()
+        found = json.loads(text.replace(str(process.scratch), str(folder)))  # it ran in a copy of the folder
         if "error" in found:
             raise SpecError(f"{folder}: {found['error']}")
         return run, Observed(**found)
@@ -122,13 +127,18 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         rows = [row for row in ledger.observations() if row["digest"]]
         numbers = {node: client for client, node in ledger.nodes().items()}
         whole = replies_of(run, ledger) == "weights"
+    if not any(row["client"] == numbers[node] for node in attacked for row in rows):
+        draft.refuse(
+            "uploads", "the attacked clients' replies carry no arrays that can be read", "let them upload weights"
+        )
+        return refused
     rounds = max(row["round"] for row in rows)
     write_draft(draft, observed, attacked, nodes[len(attacked) :], form, target, rounds, files, whole)
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
     built = () if form.language else first["built"]
     packages = tuple({call["module"].partition(".")[0]: None for call in built}.keys() - LIBRARIES)
     packages += () if target is None else target.packages
-    with components.allowing(packages, [folder.resolve()]), users_errors():
+    with components.allowing(packages, importing(folder.resolve())), users_errors():
         scenario = with_network(draft, first, form)
         if scenario is None:
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
@@ -140,24 +150,30 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         reported = next(row["examples"] for row in rows if (row["client"], row["round"]) == (client, began))
         try:
             say_what_differs(draft, came, reported, first, scenario.federation.model)
-            kept = _never_sent(scenario, first, came)
+            if kept := _never_sent(scenario, first, came):
+                keep_layers(draft, kept, client, began, files)
+                scenario = draft.scenario()
+            proof, seconds = _proof(run, draft, scenario, first, client, (form, target))
         except UploadMismatch as error:
             draft.refuse("uploads", str(error), "")
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
             return refused
-        if kept:
-            keep_layers(draft, kept, client, began, files)
-            scenario = draft.scenario()
         n = scenario.federation.shards.batch_size
         for node in attacked if truth else ():
             trained = [row["round"] for row in rows if row["client"] == numbers[node]]
             for round, facts in zip(trained, observed.clients[node], strict=False):
                 _write_truth(run.folder / "truth", node, round, *(part[:n] for part in _examples(facts, form, target)))
-        proof, seconds = _proof(run, draft, scenario, first, client, (form, target))
-        if not kept and seconds * len(attacked) * len(own) > SLOW and len(attacked) * len(own) > 1:
-            attack_once(draft, client, began, "updates take long to compute")
-            why = f"only client {client}'s update of round {began} is attacked, to save time"
-            draft.note("cost", why, "for more change rounds and clients of [audit]")
+        fit = int(SEVERAL / max(seconds, 1e-9))  # updates
+        if not kept and fit < len(attacked) * len(own):
+            some = sorted(numbers[node] for node in attacked)[: max(1, fit)]
+            attack_some(draft, some, began, "updates take long to compute")
+            draft.note("cost", f"only round {began} of {len(some)} clients is attacked", "for more change [audit]")
+        if seconds > SLOW:
+            fewer = max(LEAST, round(ITERATIONS["quick"] * SLOW / seconds))
+            cut_searches(draft, scenario.federation, fewer)
+            draft.note(
+                "cost", f"searches have {fewer} iterations", 'for more set effort = "quick" and remove [[attack]]'
+            )
         run_files.write(run.folder / "scenario.toml", draft.text().encode())
         return Rehearsal(run, draft, run.folder / "truth", packages, proof)
 
@@ -175,6 +191,9 @@ def _proof(
     """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
 
     Uploads may be gradients, and a rate that was not observed is fitted: both are written into the draft.
+
+    Raises:
+        UploadMismatch: the upload is not the network's.
     """
     x, y = map(torch.from_numpy, _examples(first, *kind))
     batch = Batch(modality_of(scenario.federation.shards.dataset).arranged(x), y)
@@ -182,10 +201,7 @@ def _proof(
         row = next(o for o in ledger.observations() if o["client"] == client and o["digest"])
         for _ in range(MOST_TRIES):
             replies = prepare_app(run, ledger, scenario)
-            try:
-                seen = read_observation(run, ledger, scenario.federation, row["round"], client, row["digest"])
-            except UploadMismatch as error:
-                return str(error), 0.0
+            seen = read_observation(run, ledger, scenario.federation, row["round"], client, row["digest"])
             update, seconds = _computed(scenario, seen, batch)
             along, length = _dot(update, seen.update), _dot(update, update)
             if replies == "updates" and along < 0:

@@ -23,7 +23,7 @@ from fedgauge.server.app_recorder import AppRecorder
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import WEIGHTS, Run
 from fedgauge.server.tap import tapped
-from fedgauge.simulations.rehearsal.flower_app import AppGrid, FlowerApp, blamed
+from fedgauge.simulations.rehearsal.flower_app import AppGrid, FlowerApp, blamed, mirror
 from fedgauge.simulations.rehearsal.language import save_language
 from fedgauge.simulations.rehearsal.observer import Observer, Training, unwrapped
 from fedgauge.simulations.run.in_memory import flower
@@ -34,18 +34,17 @@ FRAMEWORKS = ("sklearn", "xgboost", "catboost", "lightgbm", "tensorflow", "jax",
 
 def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Run the app, and return what was observed, or the error that kept it from training."""
-    folder, sys.dont_write_bytecode = Path(plan["folder"]), True
+    folder, sys.dont_write_bytecode = Path.cwd(), True
+    mirror(Path(plan["folder"]), folder)
     app = FlowerApp.read(folder, plan["settings"])
-    for entry in folder.iterdir():  # the app finds its files in the working directory, and leaves new ones in ours
-        (Path.cwd() / entry.name).symlink_to(entry)
     observer = Observer()
     sys.argv = [str(folder)]
     try:
         server, client = app.part(app.server), app.part(app.client)
     except BaseException as error:
         return {"error": f"the app cannot be imported: {blamed(error, folder)}"}
-    grid = AppGrid(client, app.config, plan["clients"], observer, app.clients)
-    recorder = AppRecorder(run, {}, folder, ())
+    grid = AppGrid(client, app.config, plan["clients"], observer, app.clients, folder)
+    recorder = AppRecorder(run, {}, Path(plan["folder"]), ())
     try:
         with flower(), recorder.training():
             server(tapped(grid, recorder), Context(1, 0, {}, RecordDict(), dict(app.config)))

@@ -28,7 +28,7 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import figures as views
 from fedgauge.server.views.compare import named_readings, utility_figure
 from fedgauge.server.views.gallery import Gallery, sampled
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.roles import is_baseline
 
 WIDTH, HEIGHT = 3.3, 2.1  # inches: a column of most two-column papers; axes with their labels
@@ -75,10 +75,6 @@ class PaperFigure:
             self.figure.savefig(data, format=kind, metadata={**metadata, **unnamed})
         return data.getvalue()
 
-    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """Return the PNG with its width for a notebook."""
-        return self.rendered("png"), {"width": round(144 * self.figure.get_size_inches()[0])}
-
 
 @contextmanager
 def own_style() -> Iterator[None]:
@@ -116,7 +112,7 @@ def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[s
     return list(files), missing
 
 
-def run_figures(reading: Reading) -> Iterator[PaperFigure]:
+def run_figures(reading: RunSnapshot) -> Iterator[PaperFigure]:
     """Draw every figure of a run with a score."""
     if not len(reading.scores):
         return
@@ -128,7 +124,7 @@ def run_figures(reading: Reading) -> Iterator[PaperFigure]:
         yield PaperFigure("gallery", strip, about)
 
 
-def _knowledge(reading: Reading) -> str:
+def _knowledge(reading: RunSnapshot) -> str:
     """Return the knowledge of each attacker for a figure's metadata."""
     return ". ".join(f"{row['name']}: {row['knowledge']}" for row in reading.attacks if not is_baseline(row["name"]))
 

@@ -1,28 +1,18 @@
-"""Runs in a notebook, after `%load_ext fedgauge.simulations.reports.notebook`.
+"""Runs in a notebook, after `%load_ext fedgauge.simulations.reports.notebook`: each shows its verdict and its attacks."""
 
-A `Run` shows its verdict and figures, `figures(run)` each figure, `Report(run)` the whole report.
-"""
-
-import base64
 import html
 from dataclasses import dataclass
 from typing import Any
 
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.formatting import scenario_line
+from fedgauge.server.views.leak_tables import summary_table
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.reading import read_once
 from fedgauge.server.views.verdict import verdict_of
-from fedgauge.simulations.reports.figures import PaperFigure, own_style, run_figures
 from fedgauge.simulations.reports.report import fill_template, write_report
 
 HEIGHT = 800  # pixels of a report's frame
-
-
-def figures(run: Run) -> dict[str, PaperFigure]:
-    """Draw every figure of a run, by name, such as leakage-psnr or gallery."""
-    with read_once(run) as reading, own_style():
-        return {figure.name: figure for figure in run_figures(reading)}
 
 
 @dataclass(frozen=True)
@@ -38,17 +28,11 @@ class Report:
 
 
 def run_html(run: Run) -> str:
-    """Show a run's verdict, notices, curve over rounds, and gallery."""
-    with read_once(run) as reading, own_style():
-        shown = (f"leakage-{reading.scores.measure.metric}", "gallery")
-        drawn = [(figure.name, *figure._repr_png_()) for figure in run_figures(reading) if figure.name in shown]
-        pictures = [
-            {"name": name, "width": size["width"], "data": base64.b64encode(data).decode()}
-            for name, data, size in drawn
-        ]
-        facts, verdict, told = scenario_line(reading.tables), verdict_of(reading), notices(reading)
-    content = {"name": run.name, "facts": facts, "verdict": verdict, "notices": told, "pictures": pictures}
-    return fill_template("notebook.html", content)
+    """Show a run's verdict, its notices, and its attacks over all rounds."""
+    with read_once(run) as reading:
+        facts, verdict, table = scenario_line(reading.tables), verdict_of(reading), summary_table(reading)
+        content = {"name": run.name, "facts": facts, "verdict": verdict, "notices": notices(reading), "table": table}
+        return fill_template("notebook.html", content)
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -18,7 +18,7 @@ from fedgauge.server.views.formatting import many, number, percent
 from fedgauge.server.views.gallery import Gallery, Page, sample_of
 from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.tables import in_json
 
 
@@ -68,7 +68,7 @@ def _shown(value: object) -> object:
     return run_files.printable(value.encode(errors="replace").decode()) if type(value) is str else value
 
 
-def _content(reading: Reading) -> dict[str, Any]:
+def _content(reading: RunSnapshot) -> dict[str, Any]:
     """Return the values of the template: the live page's, and a sample of examples."""
     gallery = Gallery(reading)
     page, cards = overview(reading), [gallery.card(*place) for place in sample_of(gallery)]

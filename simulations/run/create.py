@@ -169,7 +169,7 @@ def check_deployable(scenario: Scenario) -> None:
 
 
 def enter_attacks(ledger: Ledger, scenario: Scenario, plan: AttackPlan) -> dict[str, str]:
-    """Enter a plan's attacks into a run's ledger; returns their knowledge cards."""
+    """Enter a plan's attacks into a run's ledger; returns their threat-model cards."""
     mode = ledger.meta().get("mode", "simulation")
     known = cards(scenario, plan, mode)
     flat = [planned.name for planned in plan.attacks if cannot_move(scenario.federation, planned)]
@@ -178,7 +178,7 @@ def enter_attacks(ledger: Ledger, scenario: Scenario, plan: AttackPlan) -> dict[
 
 
 def cards(scenario: Scenario, plan: AttackPlan, mode: str = "simulation") -> dict[str, str]:
-    """The knowledge card of each attack of a plan; of a deployment's attacks with what is assumed of the clients."""
+    """The threat-model card of each attack of a plan; of a deployment's attacks with what is assumed of the clients."""
     texts = {
         planned.name: knowledge_card(scenario.federation, planned, server=scenario.server) for planned in plan.attacks
     }

@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from fedgauge.client.local_data import data_folder
-from fedgauge.server.children import paths_from_here
+from fedgauge.server.child_processes import paths_from_here
 from fedgauge.server.pool.private_ray import SETTINGS, private_ray
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run

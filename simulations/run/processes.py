@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from fedgauge.server.children import die_with_parent
+from fedgauge.server.child_processes import die_with_parent
 from fedgauge.server.store import run_files
 
 MARK = "FEDGAUGE_LAUNCH"  # in the environment of every process that one launch started, grandchildren included

@@ -258,7 +258,7 @@ def test_an_attack_gets_no_truth() -> None:
         *("round", "client", "clients", "params", "update", "buffers", "model", "chain", "shape", "classes"),
         *("batch_size", "mean", "std", "labels", "label_kind", "auxiliary", "loss", "text", "columns", "plain"),
         *(
-            "pull",
+            "correction",
             "returned",
         ),  # from the server's own weights and the client's earlier updates; what the client sent back
     }

@@ -44,7 +44,7 @@ def test_the_first_link_of_a_chain_is_nearest_the_gradient() -> None:
 @pytest.mark.parametrize("links", [(), (clip(1.0),), (local_sgd(0.1), local_sgd(0.1))], ids=["0", "no", "two"])
 def test_a_chain_has_exactly_one_local_sgd(links: tuple[Transform, ...]) -> None:
     count = sum(isinstance(link, local_sgd) for link in links)
-    with pytest.raises(ValueError, match=f"exactly one local_sgd.*this one has {count}"):
+    with pytest.raises(ValueError, match=f"local_sgd.* {count}"):
         _ = chain(*links).local
     assert chain(clip(1.0), local_sgd(0.3), clip(1.0)).local == local_sgd(0.3)
 

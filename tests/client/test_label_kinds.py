@@ -219,7 +219,7 @@ def test_classes_of_several_examples_are_restored_under_other_losses(loss: str) 
     assert sum(rights) / 8 > 0.9
 
 
-def test_findings_of_as_many_examples_are_optimised_and_scored_beside_a_guess() -> None:
+def test_findings_of_as_many_examples_are_optimised_and_scored_next_to_a_guess() -> None:
     fed = built({"use": f"{HERE}:findings"}, {"use": "dense"}, "binary_cross_entropy", batch_size=5)
     with pytest.raises(NotRestored):
         restored(fed)

@@ -21,7 +21,7 @@ from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
 from fedgauge.attacks.threat_model import as_known, public_knowledge
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError
-from fedgauge.client.local_training import ControlledSGD, Pull, scaffold
+from fedgauge.client.local_training import ControlledSGD, Correction, scaffold
 from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import Link, TransformState
 from fedgauge.client.update import Batch, Params, Update
@@ -118,8 +118,11 @@ def test_many_problems_share_a_pass(double: None, corrected: bool) -> None:
     model = network()
     params = params_of(model)
     rng = torch.Generator().manual_seed(1)
-    pull = Pull({k: 0.1 * torch.randn(p.shape, generator=rng, dtype=p.dtype) for k, p in params.items()})
-    local, several = ControlledSGD(RATE, STEPS, pull=pull, corrected=corrected), [examples(4, k) for k in range(3)]
+    correction = Correction({k: 0.1 * torch.randn(p.shape, generator=rng, dtype=p.dtype) for k, p in params.items()})
+    local, several = (
+        ControlledSGD(RATE, STEPS, correction=correction, corrected=corrected),
+        [examples(4, k) for k in range(3)],
+    )
     x, y = (torch.stack([batch[i] for batch in several]) for i in (0, 1))
     together = local_training_changes(model, params, x.requires_grad_(), y, local, factors=False)
     for k, batch in enumerate(several):
@@ -130,10 +133,10 @@ def test_many_problems_share_a_pass(double: None, corrected: bool) -> None:
 # ------------------------------------------------------------------------------------------- through a real federation
 
 
-def test_caches_tell_two_pulls_apart() -> None:
-    one, other = (ControlledSGD(0.1, pull=Pull({"w": torch.full((2,), v)})) for v in (1.0, 2.0))
+def test_caches_tell_two_corrections_apart() -> None:
+    one, other = (ControlledSGD(0.1, correction=Correction({"w": torch.full((2,), v)})) for v in (1.0, 2.0))
     assert repr(one) != repr(other)
-    assert repr(one) == repr(ControlledSGD(0.1, pull=Pull({"w": torch.ones(2)})))
+    assert repr(one) == repr(ControlledSGD(0.1, correction=Correction({"w": torch.ones(2)})))
 
 
 @pytest.fixture(scope="module", params=["alone", "behind a clip", "behind noise", "one step"])
@@ -176,7 +179,7 @@ def test_an_attacker_who_guesses_right_computes_what_it_saw(trained: tuple[Scena
     assert {(o.round, o.client) for o in seen} == {(r, c) for r in range(1, 4) for c in range(3)}
     for one in seen:
         known, wave = as_known(bare, Wave.stack([one]))
-        assert bool(one.pull) == (one.round > 1)
+        assert bool(one.correction) == (one.round > 1)
         batch = fed.batch_at(one.client, one.round)
         guess = known.forward(one.params, batch, None)
         sigma = 1e-4 if any("gaussian" in str(t["use"]) for t in fed.protocol.chain) else 0.0

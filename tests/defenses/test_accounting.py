@@ -439,7 +439,7 @@ LOCAL = {"use": "local_sgd", "rate": 0.1}
 MLP = {"use": "mlp", "hidden": [4]}
 
 
-def test_the_client_that_took_part_most_is_told(make_federation: Make) -> None:
+def test_the_client_that_took_part_most_is_reported(make_federation: Make) -> None:
     fed = make_federation(data={"batch_size": 8}, model=MLP, chain=[DP, LOCAL])
     shards = [len(mine) for mine in fed.shards.indices]
     each = [Accountant.of(fed).spent(n, shard) for n, shard in zip((3, 11), shards, strict=True)]
@@ -504,17 +504,6 @@ def test_data_that_was_prepared_by_its_own_examples_has_no_epsilon(make_federati
     for found in (bare, half):
         assert (found.record, found.client) == (None, None)
     assert whole.record and privacy_statement(make_federation(model=MLP, chain=[DP, LOCAL]), {0: 1}).record
-
-
-@pytest.mark.parametrize(("guard", "holds"), [
-    ({"inspect": "refuse"}, True), ({"inspect": "log", "examples": False}, True), ({"examples": True}, True),
-    ({"inspect": "refuse", "examples": True}, False), ({"inspect": "warn", "examples": True}, False),
-])  # fmt: skip
-def test_a_guard_by_which_examples_decide_leaves_no_epsilon(
-    make_federation: Make, guard: dict[str, Any], holds: bool
-) -> None:
-    found = privacy_statement(make_federation(model=MLP, chain=[DP, LOCAL], guard=guard), {0: 1})
-    assert (found.record is not None) == holds
 
 
 def test_labels_that_divide_the_data_are_a_condition(make_federation: Make) -> None:

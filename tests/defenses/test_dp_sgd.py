@@ -162,7 +162,7 @@ def test_batchnorm_in_train_mode_is_refused(make_federation: Make) -> None:
 
 
 @pytest.mark.parametrize("links", [[DP, MIXUP, SGD], [DP, {**SGD, "steps": 2, "batch_size": 2}, MIXUP]])
-def test_what_was_trained_on_is_told_behind_it(make_federation: Make, links: Any) -> None:
+def test_what_was_trained_on_is_reported_behind_it(make_federation: Make, links: Any) -> None:
     """The examples reach the gradient one by one, inside vmap, from which nothing may be kept."""
     fed = make_federation(data={"batch_size": 4}, chain=links)
     bare = make_federation(data={"batch_size": 4}, chain=links[1:])

@@ -219,7 +219,7 @@ def test_any_one_of_five_may_drop_out_at_any_point(gone: int, step: str) -> None
 
 @given(count=st.integers(2, 6), size=st.integers(0, 5), seed=st.integers(0, 99), data=st.data())
 @settings(max_examples=40)
-def test_whoever_drops_out_wherever_it_is_exact_or_refused(count: int, size: int, seed: int, data: Any) -> None:
+def test_clients_that_drop_out_wherever_it_is_exact_or_refused(count: int, size: int, seed: int, data: Any) -> None:
     held = updates(count, size, seed)
     terms = PairwiseMasking(count, 0.4, count // 2 + 1, colluders=0)
     lost = {step: data.draw(st.sets(st.sampled_from(sorted(held)), max_size=2)) for step in QUESTIONS}
@@ -477,7 +477,7 @@ def two_stories(terms: PairwiseMasking, helpers: int) -> list[set[int]]:
 
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_whatever_a_server_tells_whom_it_learns_sums_of_as_many_as_it_should(data: Any) -> None:
+def test_a_server_with_any_lie_learns_sums_of_as_many_as_it_should(data: Any) -> None:
     """At most one sum, of at least t - c clients that do not help it; it chooses who is told of whom."""
     count = data.draw(st.integers(3, 6))
     least = data.draw(st.integers(count // 2 + 1, count))

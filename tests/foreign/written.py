@@ -97,6 +97,16 @@ SHAPES: dict[str, dict[str, str]] = {
     optimizer.step()
     optimizer.zero_grad()""",
     },
+    "closure": {
+        "train": """def loss():
+    optimizer.zero_grad()
+    value = nn.functional.cross_entropy(net(x), y)
+    value.backward()
+    return value
+
+
+optimizer.step(loss)"""
+    },
     "groups": {
         "optimizer": """groups = [{"params": net.body.parameters(), "lr": 0.01}, {"params": net.head.parameters(), "lr": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.1)"""
@@ -111,8 +121,9 @@ SHAPES: dict[str, dict[str, str]] = {
             p -= 0.05 * p.grad""",
     },
     "private": {
-        "imports": "from opacus import PrivacyEngine\n",
-        "train": """loader = DataLoader(TensorDataset(x, y), batch_size=8)
+        "train": """from opacus import PrivacyEngine
+
+loader = DataLoader(TensorDataset(x, y), batch_size=8)
 settings = {"noise_multiplier": 0.01, "max_grad_norm": 1.0, "poisson_sampling": False}
 net, optimizer, loader = PrivacyEngine().make_private(
     module=net, optimizer=optimizer, data_loader=loader, **settings
@@ -122,6 +133,83 @@ for images, labels in loader:
     nn.functional.cross_entropy(net(images), labels).backward()
     optimizer.step()""",
         "upload": "net._module.state_dict()",
+    },
+    # ------------------------------------------------------------------------------------------ labels and losses
+    "multi_label": {
+        "train": """findings = torch.stack([(y % 2 == k % 2).float() for k in range(10)], 1)
+nn.BCEWithLogitsLoss(pos_weight=torch.full((10,), 3.0))(net(x), findings).backward()
+optimizer.step()"""
+    },
+    "weighted": {
+        "train": """loss = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, 10), label_smoothing=0.1)
+loss(net(x), y).backward()
+optimizer.step()"""
+    },
+    "one_logit": {
+        "outputs": "1",
+        "train": """nn.functional.binary_cross_entropy_with_logits(net(x)[:, 0], (y > 4).float()).backward()
+optimizer.step()""",
+    },
+    "prices": {
+        "outputs": "1",
+        "train": """nn.HuberLoss(delta=2.0)(net(x), y[:, None] / 3.0).backward()
+optimizer.step()""",
+    },
+    "autoencoder": {
+        "outputs": "64",
+        "train": "nn.functional.mse_loss(net(x), x.flatten(1)).backward()\noptimizer.step()",
+    },
+    "windows": {
+        "further": """class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv1d(8, 4, 3), nn.Linear(24, 10)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu().flatten(1))
+
+
+""",
+        "network": "Conv()",
+        "train": "nn.functional.cross_entropy(net(x[:, 0]), y).backward()\noptimizer.step()",
+        "start": "Conv().state_dict()",
+    },
+    "summed": {
+        "optimizer": "optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)",
+        "train": """for images, labels in zip(x.split(4), y.split(4), strict=True):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(images), labels, reduction="sum").backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    optimizer.step()""",
+    },
+    "proximal": {
+        "imports": "from flwr.serverapp.strategy import FedProx\n",
+        "load": KEEP_OLD,
+        "train": """mu = message.content["config"]["proximal-mu"]
+for images, labels in zip(x.split(4), y.split(4), strict=True):
+    optimizer.zero_grad()
+    away = sum((p - old[name]).square().sum() for name, p in net.named_parameters())
+    (nn.functional.cross_entropy(net(images), labels) + mu / 2 * away).backward()
+    optimizer.step()""",
+        "server": PLAIN["server"].replace("FedAvg(", "FedProx(proximal_mu=0.5, "),
+    },
+    "penalised": {
+        "train": """for images, labels in zip(x.split(4), y.split(4), strict=True):
+    optimizer.zero_grad()
+    size = sum(p.abs().sum() for p in net.parameters())
+    (nn.functional.cross_entropy(net(images), labels) + 0.01 * size).backward()
+    optimizer.step()"""
+    },
+    "views": {
+        "outputs": "6",
+        "train": """nn.functional.cross_entropy(net(x) @ net(x.flip(3)).T, torch.arange(len(x))).backward()
+optimizer.step()""",
+    },
+    "two_networks": {
+        "train": """other = nn.Linear(10, 10)
+optimizer.add_param_group({"params": other.parameters()})
+nn.functional.cross_entropy(other(net(x)), y).backward()
+optimizer.step()"""
     },
     # ---------------------------------------------------------------------------------------------- the network
     "factory": {
@@ -198,7 +286,13 @@ def sent(net):
     "deltas": {"load": KEEP_OLD, "upload": CHANGED},
     "descents": {"load": KEEP_OLD, "upload": CHANGED.replace("v - old[k]", "old[k] - v")},
     "two_records": {"records": ', "extra": ArrayRecord([torch.ones(3).numpy()])', "server": OWN_LOOP},
-    "batches": {"examples": "1"},
+    "batches": {
+        "train": """for images, labels in zip(x.split(4), y.split(4), strict=True):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(images), labels).backward()
+    optimizer.step()""",
+        "examples": "2",
+    },
     "prefixed": {
         "further": 'def wrapped(state):\n    return {f"_module.{name}": t for name, t in state.items()}\n\n\n',
         "load": PLAIN["load"].replace("net.", "nn.ModuleDict({'_module': net})."),
@@ -229,20 +323,17 @@ mine.config = __import__("flwr").app.ConfigRecord()
 mine.start(grid, start, rounds, hurry=False)""",
     },
     "files": {
-        "imports": "from pathlib import Path\n\n",
+        "imports": """import argparse
+from pathlib import Path
+
+argparse.ArgumentParser().parse_args()
+Path(__file__).with_name("log.txt").write_text("started")
+Path("rate.txt").open("a").write("  ")
+""",
         "optimizer": 'optimizer = torch.optim.SGD(net.parameters(), lr=float(Path("rate.txt").read_text()))',
         "train": PLAIN["train"] + '\ntorch.save(net.state_dict(), "model.pt")',
     },
     # --------------------------------------------------------------------------------------- nothing to attack
-    "multi_label": {
-        "train": """findings = torch.stack([(y % 2 == k % 2).float() for k in range(10)], 1)
-nn.functional.binary_cross_entropy_with_logits(net(x), findings).backward()
-optimizer.step()"""
-    },
-    "autoencoder": {
-        "outputs": "64",
-        "train": "nn.functional.mse_loss(net(x), x.flatten(1)).backward()\noptimizer.step()",
-    },
     "trees": {
         "imports": "import numpy as np\n",
         "load": "booster = np.frombuffer(b'a booster of trees', np.uint8)",

@@ -41,6 +41,7 @@ finish() {
   status=$?
   [ $status = 0 ] || { docker ps --all; for each in $(docker ps --all --quiet); do echo "== $each"; docker logs --tail 12 "$each" 2>&1; done; } || true
   docker ps --all --quiet | xargs --no-run-if-empty docker rm --force > /dev/null 2>&1 || true
+  docker network prune --force > /dev/null 2>&1 || true
   ! mountpoint --quiet "$WORK/checkout/federation/runs" || umount "$WORK/checkout/federation/runs" || true
   kill "$engine" 2> /dev/null && wait "$engine" 2> /dev/null || true
   echo "$forwarding" > /proc/sys/net/ipv4/ip_forward
@@ -228,6 +229,7 @@ several_hosts() {
   }
   host owner 198.51.100
   host stranger 203.0.113
+  sed -i 's/^mode = "off"/mode = "scores"/' federation/clients/*/client.toml # each owner agrees to grading
   mkdir -p "$WORK/owner/clients" && cp federation/tls/ca.crt federation/keys/client-0 "$WORK/owner" && cp -r federation/clients/0 "$WORK/owner/clients"
   rm federation/keys/client-0
   chown -R 10001:10001 "$WORK/owner"
@@ -240,17 +242,7 @@ several_hosts() {
   page "iptables"
   ! reach stranger || fail "the rule stops nobody"
   reach owner || fail "the rule stops the owner"
-  key='import sys; from pathlib import Path; from fedgauge.server.pki import write_node_key; write_node_key(Path("/data/strange"))'
-  docker run --rm -v "$WORK/owner:/data" --user 10001:10001 fedgauge:0.1.0 python -c "$key"
-  (
-    cd "$WORK/owner" && elsewhere=owner
-    for wrong in 's#private-key /data/client-0#private-key /data/strange#' 's#superlink fed.example#superlink wrong.example#'; do
-      ! timeout 90 bash -c "$(declare -f docker); elsewhere=owner; $(grep flower-supernode "$WORK/commands" | sed "$wrong")" > "$WORK/refused.log" 2>&1 || exit 1
-      grep -q "SuperNode ID:" "$WORK/refused.log" && fail "let in: $wrong"
-      say "not let in: $(grep -iE 'exit code|certificate' "$WORK/refused.log" | tail -1)"
-    done
-    page "flower-supernode" > "$WORK/supernode.log" 2>&1 &
-  )
+  (cd "$WORK/owner" && elsewhere=owner && page "flower-supernode" > "$WORK/supernode.log" 2>&1 &)
   page "node()"
   (cd federation && page "ray start --head" > /dev/null)
   (cp -r federation/ray "$WORK/owner" && cd "$WORK/owner" && elsewhere=owner && page "ray start --address" > /dev/null)
@@ -261,6 +253,16 @@ several_hosts() {
   docker network disconnect "$cut" "$(name supernode-2)" && say "cut supernode-2 off"
   sleep 30
   docker network connect "$cut" "$(name supernode-2)" && say "supernode-2 is back"
+  key='from pathlib import Path; from fedgauge.server.pki import write_node_key; write_node_key(Path("/data/strange"))'
+  docker run --rm -v "$WORK/owner:/data" --user 10001:10001 fedgauge:0.1.0 python -c "$key"
+  (
+    cd "$WORK/owner" && elsewhere=owner
+    for wrong in 's#private-key /data/client-0#private-key /data/strange#' 's#superlink fed.example#superlink wrong.example#'; do
+      ! timeout 90 bash -c "$(declare -f docker); elsewhere=owner; $(grep flower-supernode "$WORK/commands" | sed "$wrong")" > "$WORK/refused.log" 2>&1 || exit 1
+      grep -q "SuperNode ID:" "$WORK/refused.log" && fail "let in: $wrong"
+      say "not let in: $(grep -iE 'exit code|certificate' "$WORK/refused.log" | tail -1)"
+    done
+  )
   ended 0
   scores 9
   docker logs "$(cat "$WORK/audit")" 2>&1 | tail -2

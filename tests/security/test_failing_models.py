@@ -19,7 +19,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.in_memory import MemoryGrid
 
@@ -110,7 +110,7 @@ def test_a_round_whose_weights_cannot_be_tested_has_no_figures(tmp_path: Path, m
     with run.ledger() as ledger, usual.ledger() as other:
         figures, expected = ([(r["accuracy"], r["loss"]) for r in one.rounds()] for one in (ledger, other))
     assert figures == [pair if round != 2 else (None, None) for round, pair in enumerate(expected)]
-    with Reading(run).now() as reading:
+    with RunSnapshot(run).now() as reading:
         said = str(notices(reading))
     assert "Round 2: the test figures are missing" in said and "\\x1b" not in said
 

@@ -113,7 +113,7 @@ def test_a_ledger_with_another_schema_is_refused_before_anything_of_it_runs(
     theirs: Run, script: str, readonly: bool
 ) -> None:
     changed(theirs, script)
-    with pytest.raises(LedgerError, match="is not as fedgauge makes a ledger"):
+    with pytest.raises(LedgerError, match="ledger"):
         theirs.ledger(readonly)
 
 
@@ -164,10 +164,10 @@ def test_one_array_of_a_checkpoint_is_taken_once(theirs: Run) -> None:
     facts |= {"params": ["w"], "digest": own}
     for named in ({"list": [{"array": "state/0"}] * 2}, {"array": "param/w"}):
         path.write_text(json.dumps({**facts, "strategy": {"momentum": named}}))
-        with pytest.raises(NotResumable, match="is damaged: KeyError"):
+        with pytest.raises(NotResumable, match="KeyError"):
             Checkpoint.read(theirs.folder)
     path.write_bytes(b" " * (33 << 20))
-    with pytest.raises(NotResumable, match="no such file has more than 33554432"):
+    with pytest.raises(NotResumable, match="33554432"):
         Checkpoint.read(theirs.folder)
 
 
@@ -176,7 +176,7 @@ def test_a_checkpoint_whose_clients_are_no_numbers_is_damaged(theirs: Run, clien
     path = theirs.folder / "checkpoint.json"
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "seen": [{**facts["seen"][0], "client": client}]}))
-    with pytest.raises(NotResumable, match="is damaged"):
+    with pytest.raises(NotResumable, match="damaged"):
         Checkpoint.read(theirs.folder)
 
 
@@ -198,9 +198,9 @@ def test_a_scenario_of_a_billion_rounds_or_clients_is_refused(theirs: Run) -> No
     text = path.read_text()
     for key, most in (("rounds", 1_000_000), ("clients", 100_000)):
         path.write_text(re.sub(rf"^{key} = \d+$", f"{key} = 1000000000", text, flags=re.M))
-        with pytest.raises(SpecError, match=f"{key} must be at most {most}, got 1000000000"):
+        with pytest.raises(SpecError, match=f"{key} .*{most}.* 1000000000"):
             theirs.scenario()
-        with pytest.raises(LedgerError, match=f"{key} must be at most {most}"):
+        with pytest.raises(LedgerError, match=f"{key} .*{most}"):
             run_line(theirs)
 
 

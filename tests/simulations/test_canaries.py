@@ -20,13 +20,13 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.figures import rounds_figures
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.privacy import CanaryEstimate, Estimate, _accounted, canaries, canary_estimate, canary_words
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.cli.run_summary import print_summary
-from fedgauge.simulations.reports.figures import write_figures
 from fedgauge.simulations.reports.report import write_report
 from fedgauge.simulations.run.create import check_deployable
 from tests.small_runs import scenario, taped
@@ -158,7 +158,7 @@ def test_no_records_epsilon_is_computed_for_a_client(tmp_path: Path, monkeypatch
     monkeypatch.setattr("fedgauge.defenses.accounting.sampled_epsilon", lambda *args: pytest.fail("computed"))
     accountant = Accountant.of(scenario_of().federation)
     assert accountant.spent_of_client(7) == accountant.spent(7, accountant.batch_size).client > 0
-    reading = Reading(taped(tmp_path / "run", scenario_of()))
+    reading = RunSnapshot(taped(tmp_path / "run", scenario_of()))
     with reading.now() as at:
         assert _accounted(at, 7) == accountant.spent_of_client(7)
 
@@ -195,7 +195,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_attacks_leave_canaries_alone_and_these_are_looked_at_in_every_round(run: Run) -> None:
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         scores = reading.scores
         told = in_json(overview(reading))
     looked_at = {
@@ -215,14 +215,14 @@ def test_attacks_leave_canaries_alone_and_these_are_looked_at_in_every_round(run
     assert "an attack may pass" in told["limit"]
 
 
-def test_report_terminal_and_figures_say_it(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_terminal_and_figures_say_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     report = write_report(run).read_text()
     assert "<h2>What canaries show" in report and "3 canaries sent a fixed random direction" in report
     print_summary(run, "auto")
     assert "3 canaries sent a fixed random direction" in capsys.readouterr().out
-    paths, _ = write_figures([run], tmp_path)
-    text = {path.name: path.read_text() for path in paths if path.suffix == ".svg"}
-    assert ">canaries<" not in text["leakage-psnr.svg"]
+    with read_once(run) as reading:
+        drawn = {figure.metric: {series.name for series in figure.series} for figure in rounds_figures(reading)}
+    assert CANARIES not in drawn["psnr"]
 
 
 def test_a_deployments_server_reads_them_from_its_record(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_deployments_server_reads_them_from_its_record(tmp_path: Path) -> None
     with made.ledger() as ledger:
         ledger.set_meta(mode="deployment")
     serve(made, LocalExecutor())
-    with closing(Reading(made)) as reading, reading.now():
+    with closing(RunSnapshot(made)) as reading, reading.now():
         told, chosen = canaries(reading), reading.scenario
         found = canary_estimate(reading.scores, DELTA, partial(_accounted, reading))
     assert found is not None and found.canaries == 3
@@ -244,7 +244,7 @@ def test_a_deployments_server_reads_them_from_its_record(tmp_path: Path) -> None
 
 def test_where_canaries_make_no_sense_a_scenario_is_refused() -> None:
     check_deployable(scenario_of())
-    with pytest.raises(SpecError, match=r"\[secure_sum\] hides them"):
+    with pytest.raises(SpecError, match=r"\[secure_sum\]"):
         check_deployable(
             scenario(
                 clients=8,
@@ -255,9 +255,9 @@ def test_where_canaries_make_no_sense_a_scenario_is_refused() -> None:
         )
     with pytest.raises(SpecError, match="canaries"):
         check_deployable(scenario(chain=CHAINS["clipped updates"], canaries={"clients": 2, "examples": 3}))
-    with pytest.raises(SpecError, match="groups that stay the same"):
+    with pytest.raises(SpecError, match="groups"):
         scenario(
             clients=6, chain=CHAINS["clipped updates"], canaries={"clients": 4}, secure_sum={"group": 2, "drawn": True}
         )
-    with pytest.raises(SpecError, match="no limit's: 'canaries'"):
+    with pytest.raises(SpecError, match="'canaries'"):
         scenario(attack=[{"use": "idlg", "name": "canaries"}])

@@ -24,7 +24,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.privacy import CanaryBound, _accounted, bound_words, canary_bound
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.cli.run_summary import print_summary
@@ -181,7 +181,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(run: Run) -> None:
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         scores, told, coins = reading.scores, in_json(overview(reading)), reading.scenario.protocol.coins
         found = canary_bound(scores, coins, DELTA, partial(_accounted, reading))
     looked_at = {

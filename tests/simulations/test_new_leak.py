@@ -14,7 +14,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.export import write_csv
@@ -50,7 +50,7 @@ def test_a_leak_is_a_row_of_its_own_metric_and_leaves_the_verdict_to_reconstruct
     write_csv(run, table)
     lines = [line for line in table.getvalue().splitlines() if ",contains," in line]
     assert len(lines) == 6 and all(",class_detected," in line and ",1.0," in line for line in lines)
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         told, verdict = overview(reading), verdict_of(reading)
     assert {row["attack"] for row in told.summary.records} >= {"row_over_bias", "mean_number"}
     assert verdict.word == "leaks" and "row_over_bias" in verdict.sentence

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,10 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.figures import rounds_figures
 from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.checks.preflight import preflight
@@ -28,7 +28,6 @@ from fedgauge.simulations.checks.scenario_check import check
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.view import progress_line
 from fedgauge.simulations.reports.export import write_csv
-from fedgauge.simulations.reports.figures import write_figures
 from fedgauge.simulations.reports.report import write_report
 from tests.server.dashboard.pages import Http
 from tests.test_docs_code import write
@@ -63,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]
 
 
 def test_the_page_shows_every_number_and_the_verdict_counts_them(run: Run) -> None:
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         gallery = Gallery(reading)
         page, told, worst = in_json(gallery.page()), overview(reading), worst_cases(gallery, 3)
         found = verdict_of(reading)
@@ -86,15 +85,15 @@ def test_the_page_shows_every_number_and_the_verdict_counts_them(run: Run) -> No
     assert found.word == "leaks" and "right numbers" in found.sentence and "numbers" in found.sentence
 
 
-def test_the_report_the_export_the_figures_and_the_terminal_name_it(run: Run, tmp_path: Path) -> None:
+def test_the_report_the_export_the_figures_and_the_terminal_name_it(run: Run) -> None:
     report = write_report(run).read_text()
     assert "Private numbers and their reconstructions" in report and "right numbers" in report
     table = io.StringIO()
     write_csv(run, table)
     lines = [line for line in table.getvalue().splitlines() if ",row_over_bias," in line and ",close," in line]
     assert len(lines) == 6 and all(",100.0," in line for line in lines)
-    assert any("close" in path.name for path in write_figures([run], tmp_path)[0])
     with read_once(run) as reading:
+        assert any(figure.metric == "close" for figure in rounds_figures(reading))
         assert "right numbers best 100.0 %" in progress_line(reading)
 
 

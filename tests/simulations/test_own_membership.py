@@ -14,7 +14,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.experiments.paper_tables import AttackSpec
@@ -73,13 +73,13 @@ def run(folder: Path, make_scenario: Callable[..., Scenario], make_taped: Callab
     return made
 
 
-def test_a_run_and_a_table_agree_on_what_tells_members(folder: Path) -> None:
+def test_a_run_and_a_table_agree_on_what_tests_membership(folder: Path) -> None:
     with allowing(["own_tests"], [folder]):
         asked = {name: AttackSpec(name, {"use": f"own_tests:{name}"}).metric for name in PLANNED}
     assert asked == {"aligned": MEMBER, "remembers": HELD}
 
 
-def test_its_numbers_are_in_the_ledger_beside_the_guesses(run: Run) -> None:
+def test_its_numbers_are_in_the_ledger_next_to_the_guesses(run: Run) -> None:
     with run.ledger() as ledger:
         rows = [(row["attack"], row["metric"], row["value"]) for row in ledger.scores()]
         assert ledger.progress().failed == 0
@@ -97,7 +97,7 @@ def test_it_is_shown_where_its_module_may_not_be_loaded(run: Run) -> None:
     with run.ledger() as ledger:
         planned = {name: attack.metric for name, attack in ledger.planned().items()}
     assert (planned["aligned"], planned["remembers"]) == (MEMBER, HELD)
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         told, found = in_json(overview(reading)), verdict_of(reading)
     rows = {tuple(row[:2]) for row in told["membership_table"]["rows"]}
     assert rows >= {("Batch membership", "aligned"), ("Dataset membership", "remembers")}

@@ -11,7 +11,7 @@ from tests.theory import canary_world as module
 from tests.theory.canary_world import DELTA, MechanismCase, canary_world, training
 
 
-def test_rows_stand_beside_the_epsilon_of_an_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_next_to_the_epsilon_of_an_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = torch.zeros(4000)
     cases = [MechanismCase("one", 1.0, (nobody,)), MechanismCase("four", 3.0, (nobody,) * 4)]
     monkeypatch.setattr(module, "cases", lambda seed: iter(cases))

@@ -70,7 +70,7 @@ def test_the_world_is_as_described() -> None:
     torch.testing.assert_close(known.normalise(inside).flatten(1), world.x)
 
 
-def test_a_wrong_attack_is_told_from_the_right_one() -> None:
+def test_a_wrong_attack_is_distinguished_from_the_right_one() -> None:
     """The oracle can fail: noise taken for a tenth or ten times of what it is, or no prior, miss the line."""
     world, prior = world_of.tanh_world(128)
     clean = world.updates(chain(local_sgd(1.0)), 0).update

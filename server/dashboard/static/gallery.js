@@ -16,10 +16,10 @@ function cards(found, kind) {
   return el("ul.cards", found.map(card => el("li", { "data-key": cardKey(card) }, cardOf(card, kind))));
 }
 
-/** The few private examples that came back best, or nothing; all: a link to all of them. */
+/** The few best-reconstructed private examples, or nothing; all: a link to all of them. */
 function bestBack(worst, kind, noun, all) {
   if (!worst.length) return null;
-  const words = `The ${many(worst.length, `private ${noun}`)} that came back best: `
+  const words = `The ${many(worst.length, `private ${noun}`)} reconstructed best: `
     + `truth, reconstruction${kind === "text" ? "" : ", difference (black: none)"}. `;
   const few = { class: "worst", "data-key": "worst" }, title = el("h2.hidden", "Worst cases");
   return el("div", few, title, cards(worst, kind), el("p.small", words, all));

@@ -69,7 +69,7 @@ async function loadCompare(route) {
 // ------------------------------------------------------------------------------------------- going about, and staying live
 
 const main = document.getElementById("main");
-let route = null, data = null, loading = false, again = false, last = 0, events = null, timer = null;
+let route = null, data = null, loading = false, again = false, last = 0, version = null, polling = null, timer = null;
 
 /** Show the current data as the address's query says. */
 function render() {
@@ -98,8 +98,10 @@ async function load() {
   again = false;
   try {
     if (!route.view) throw new Refused(404, `There is no page at ${route.path}.`);
-    const found = await route.view.load(route);
-    if (asked === route) take(found);
+    const now = await versionNow(), found = await route.view.load(route);
+    if (asked !== route) return;
+    version = now;
+    take(found);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     if (asked === route) refuse(error);
@@ -164,33 +166,26 @@ function showStatus(state, words = WORDS[state]) {
   live.querySelector(".words").textContent = words;
 }
 
-/** Follow the changes of this run, or of all runs; the browser reconnects a broken stream by itself if the server had opened it. */
-function follow() {
-  const path = route.id ? `/api/events?run=${encodeURIComponent(route.id)}` : "/api/events";
-  if (events?.path === path) return;
-  events?.close();
-  const stream = events = Object.assign(new EventSource(path), { path });
-  stream.addEventListener("change", refresh);
-  stream.addEventListener("gone", () => {
-    stream.close();
-    refresh();
-  });
-  stream.onopen = () => {
-    if (stream.failed) refresh(); // something may have changed in between
-    stream.failed = false;
-  };
-  stream.onerror = () => {
-    stream.failed = true;
-    showStatus("lost");
-    if (stream.readyState === EventSource.CLOSED && events === stream) setTimeout(retry, 3000, stream);
-  };
+/** The version of this run's files, or of all runs'. */
+async function versionNow() {
+  return (await ask("/api/version", new URLSearchParams(route.id ? [["run", route.id]] : []))).version;
 }
 
-/** Start again after a stream that the server refused, which the browser gives up. */
-function retry(stream) {
-  if (events !== stream) return;
-  events = null;
-  refresh();
+/** Follow the changes of this run, or of all runs: ask for the version once a second. */
+function follow() {
+  clearTimeout(polling);
+  polling = setTimeout(poll, 1000, route);
+}
+
+async function poll(asked) {
+  if (asked !== route) return;
+  try {
+    if (await versionNow() !== version) refresh();
+    else follow();
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    if (asked === route) refuse(error);
+  }
 }
 
 /** Change the address's query; ask the server again if the data depend on it. */

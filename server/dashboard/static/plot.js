@@ -32,7 +32,7 @@ function draw(node, traces, shape) {
   if (!window.Plotly) return; // Plotly's script loads last, and redraw() is called then
   // Plotly's default tool bar has a button that sends the figure's data to Plotly's server
   const tools = {
-    displaylogo: false, showSendToCloud: false, plotlyServerURL: "",
+    toImageButtonOptions: { format: "svg" }, displaylogo: false, showSendToCloud: false, plotlyServerURL: "",
     modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
   };
   Plotly.react(node, traces, shape, { responsive: true, ...tools });

@@ -59,7 +59,7 @@ const opening = (title, text) => el("details", el("summary", title), el("pre", {
 function overviewView(overview, { state }) {
   const notice = ({ words, command }) => el("li", words, command && [" ", el("code", command)]);
   const replay = overview.replay && [el("strong", overview.replay), `: ${overview.replay_words}`];
-  const nothing = words => empty(overview.ungraded ? "Unknown, as nothing is graded." : words);
+  const nothing = words => empty(overview.ungraded ? "Unknown: nothing has been graded." : words);
   const effects = Object.entries(overview.server_attacks).map(([name, words]) => [el("dt", name), el("dd", words)]);
   const shown = (spec, ...before) => spec.rows.length > 0 && [before, table(spec)];
   const numbers = table(overview.summary, { sorts: "summary", state, change });
@@ -71,7 +71,7 @@ function overviewView(overview, { state }) {
     progressStrip(overview.progress, overview.state),
     effects.length > 0 && section("The malicious server", el("dl", effects)),
     section("Leakage and accuracy over rounds", overRounds(overview, state, change), el("p.small", lines(overview)), el("p.small", overview.privacy.words)),
-    section("Numbers", overview.summary.rows.length > 0 ? numbers : nothing("No attack has given a score yet; they appear here by themselves."), shown(overview.reasons)),
+    section("Numbers", overview.summary.rows.length > 0 ? numbers : nothing("There are no scores yet; they will appear here."), shown(overview.reasons)),
     section("Success over thresholds", overview.success ? specified(overview.success) : nothing("No attack has given a score yet.")),
     section("Batch membership", el("p", overview.membership), overview.membership_figure && specified(overview.membership_figure), shown(overview.membership_table)),
     overview.canaries && section("What canaries show", el("p", overview.canaries)),
@@ -84,7 +84,7 @@ function overviewView(overview, { state }) {
   ];
 }
 
-/** The private examples that came back best, with a way to all of them. */
+/** The best-reconstructed private examples, with a way to all of them. */
 function worstCases({ worst, kind, name, measure }) {
   const all = link(address(name, "/gallery?round=all"), "All in the gallery");
   return bestBack(worst, kind, measure.private, all);
@@ -142,7 +142,7 @@ function compareView(compared, { state }) {
   const metric = compared.metrics.length > 0 && choice("Leakage as", compared.metric, compared.metrics, value => change({ metric: value }));
   const left = compared.left.map(words => el("p.notice", words));
   const title = [el("h1", "Compare runs"), el("div.controls", metric, runPicker(compared)), left];
-  const none = empty("None of these runs has a score yet: choose others, or wait; scores appear here by themselves.");
+  const none = empty("None of these runs has a score yet: choose others, or wait: scores will appear here.");
   if (!compared.points?.rows.length) return [title, none];
   return [title, ...sideBySide(compared, state, change, { run: record => link(address(record.run), record.run) })];
 }

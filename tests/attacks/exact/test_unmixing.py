@@ -83,7 +83,7 @@ def test_an_example_that_is_off_nearly_wherever_another_is_counts_as_no_mixture(
     assert near.tolist() == [True, True, True, True, False]
 
 
-def test_more_examples_take_more_tries_and_too_few_are_told() -> None:
+def test_more_examples_take_more_tries_and_too_few_are_reported() -> None:
     batch = examples(1, 8)
     starved = attack(spear(), network(1, (400, 40)), batch, budget=Budget(1))
     assert starved.status == "out_of_budget" and starved.reason.startswith(("nothing was found", "not proven"))

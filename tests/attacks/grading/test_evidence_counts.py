@@ -28,7 +28,7 @@ def network(kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("seed", [*range(9), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(9, 96))])
-def test_no_honest_client_is_accused_and_each_optimizer_is_told_from_the_other(seed: int) -> None:
+def test_no_honest_client_is_accused_and_each_optimizer_is_distinguished_from_the_other(seed: int) -> None:
     rng = random.Random(seed)
     batch, steps, kind = rng.choice([2, 4, 8, 16]), rng.choice([1, 1, 1, 3, 5]), rng.choice(list(CHAINS))
     with torch.random.fork_rng():

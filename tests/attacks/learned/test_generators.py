@@ -150,7 +150,7 @@ def test_what_does_not_fit_the_images_or_the_network_is_refused(here: Path) -> N
         own({**table(here, "Flat"), "weights": table(here, "Upwards")["weights"]}, SHAPE)
 
 
-def test_what_a_table_says_wrong_is_told_before_a_file_is_read(here: Path) -> None:
+def test_what_a_table_says_wrong_is_reported_before_a_file_is_read(here: Path) -> None:
     check({"use": "mygenerators:Flat", "weights": "not there yet"})
     with pytest.raises(SpecError, match="weights"):
         gi_gip(generator={"use": "mygenerators:Flat"})

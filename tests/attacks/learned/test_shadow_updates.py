@@ -141,7 +141,7 @@ def test_arranged_images_stand_at_their_labels() -> None:
     ids=["none", "another shape", "too few"],
 )
 @pytest.mark.parametrize("make", [ridge_inversion, partial(learning_to_invert.learning_to_invert, hidden=8)])
-def test_auxiliary_images_that_will_not_do_are_told(make: Any, auxiliary: Batch | None) -> None:
+def test_auxiliary_images_that_will_not_do_are_reported(make: Any, auxiliary: Batch | None) -> None:
     known, wave, _ = digits()
     (found, *_) = make().reconstruct(wave, replace(known, auxiliary=auxiliary), Budget(1), STREAMS)
     assert found.status == "not_applicable" and "at least 4 auxiliary" in found.reason

@@ -94,7 +94,7 @@ def test_a_clients_columns_hold_nothing_of_the_others() -> None:
 
 def test_a_sum_leaks_as_much_as_one_client_does_and_imprinting_less() -> None:
     """Of N images in K bins (1 - 1/K)^(N-1) are alone: N are a client's images here, and the sum's there."""
-    size, trials = 8, 12
+    size, trials = 8, 6
     known, whole = (
         knowledge(network(), size),
         knowledge(imprint_block(mlp(SHAPE, CLASSES, hidden=[20]), SHAPE, BINS), size),

@@ -63,7 +63,7 @@ def test_half_of_every_row_is_negative_and_larger() -> None:
     assert torch.allclose(black @ params["1.weight"].T + params["1.bias"], torch.zeros(1, ROWS), atol=1e-5)
 
 
-def test_whoever_turns_on_a_row_by_himself_is_alone() -> None:
+def test_a_client_that_turns_on_a_row_by_himself_is_alone() -> None:
     rows = torch.tensor([[[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]], dtype=torch.bool)
     assert activated_alone(rows).tolist() == [[True, True, False]]
     assert activated_alone(rows[:, :, 1:2]).tolist() == [[False, False, False]]

@@ -214,7 +214,7 @@ def test_local_sgds_slices_that_do_not_divide_the_batch_are_not_applicable() -> 
     assert found.status == "not_applicable"
 
 
-def test_labels_found_beside_copies_are_those_of_paired_copies() -> None:
+def test_labels_found_next_to_copies_are_those_of_paired_copies() -> None:
     links = chain(local_sgd(0.1, 4, batch_size=1))
     posed = scene(links, [((1, 0), (0, 1))], 2)
     known = replace(posed.known, labels=None)

@@ -183,7 +183,7 @@ def test_the_chains_own_likelihood_comes_nearer_than_the_cosine_under_laplace_no
     errors = {}
     for name in ("known", "cosine"):
         attack = bayes(name, tv=0.0, rate=0.05, decay=0.99)  # type: ignore[arg-type]
-        found = attack.reconstruct(Wave.stack(seen), known, Budget(300), streams(*range(24)))
+        found = attack.reconstruct(Wave.stack(seen), known, Budget(150), streams(*range(24)))
         errors[name] = sum(
             float((f.x - b.x).square().mean()) for f, b in zip(found, batches, strict=True) if f.x is not None
         )

@@ -119,10 +119,12 @@ def test_round_membership_uses_the_highest_score(fed: Federation, observe: Make)
     own = torch.isin(test.strangers.y, fed.batch_at(0, 1).y)
     members = highest[torch.searchsorted(test.rows, fed.rows_at(0, 1))]
     expected = above(members, highest[len(test.rows) :][own]).tolist()
-    assert [r.value for r in found[0] if r.metric == "anybody_membership"] == expected
-    assert {r.attack for rows in found.values() for r in rows if r.metric.startswith("anybody")} == {"membership"}
+    assert [r.value for r in found[0] if r.metric == "round_membership"] == expected
+    assert {r.attack for rows in found.values() for r in rows if r.metric.startswith("round_membership")} == {
+        "membership"
+    }
     alone = test.of_updates(scores[:1], (0,))
-    assert not [r for r in alone[0] if r.metric.startswith("anybody")], "of one update it is the same question"
+    assert not [r for r in alone[0] if r.metric.startswith("round_membership")], "of one update it is the same question"
 
 
 def test_the_attack_does_not_know_the_members(fed: Federation, observe: Make) -> None:
@@ -154,7 +156,7 @@ def test_dataset_membership_uses_the_highest_score_over_rounds(fed: Federation, 
         assert set(both) == set(earlier) | set(now), "whoever was scored is remembered by its row"
         for row, best in both.items():
             assert best == max(earlier.get(row, -math.inf), now.get(row, -math.inf))
-    assert values(second, "membership_over_rounds", "held_membership")
+    assert values(second, "membership_over_rounds", "dataset_membership")
 
 
 def test_the_limit_is_the_distance_of_two_gradients(make_federation: Make, observe: Make) -> None:

@@ -14,8 +14,9 @@ from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.membership.candidates import above
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.attacks.membership.likelihood import RestOfBatch, _Expected, _slopes, gain
-from fedgauge.attacks.membership.scores import SCORES, Scoring, against_null
+from fedgauge.attacks.membership.scores import SCORES, Scoring, against_non_members
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import local_training
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.training import gradient, local_sgd
@@ -169,6 +170,8 @@ def test_clipping_of_the_mean_enters_the_gain() -> None:
     assert gain(CHAINS["clip"], SIZE, 2.0) == pytest.approx(-0.1 * 0.25)
     assert gain(CHAINS["clip"], SIZE, 0.3) == pytest.approx(-0.1)
     assert gain(CHAINS["steps"], SIZE, 2.0) == pytest.approx(-0.3)
+    decayed = chain(local_training(0.1, SIZE, weight_decay=0.5))
+    assert gain(decayed, SIZE, 2.0) == pytest.approx(-0.1), "weights of zero do not decay"
     assert gain(chain(per_example(clip(0.5)), local_sgd(0.1)), SIZE, 2.0) == pytest.approx(-0.1), "each example's own"
 
 
@@ -194,7 +197,7 @@ def test_members_score_above_others_and_strangers_do_not(name: str) -> None:
     aucs = {}
     for method in ("likelihood_ratio", "matched_filter"):
         whole = SCORES[method](found)
-        values = against_null(whole[:, : n + 180], everybody.y[: n + 180], whole[:, n + 180 :], null.y)
+        values = against_non_members(whole[:, : n + 180], everybody.y[: n + 180], whole[:, n + 180 :], null.y)
         mine = torch.stack([values[k, k * SIZE : (k + 1) * SIZE] for k in range(updates)])
         shuffled = torch.stack([values[k - 1, k * SIZE : (k + 1) * SIZE] for k in range(updates)])
         half = values[:, n : n + 90], values[:, n + 90 :]
@@ -262,12 +265,14 @@ def test_the_order_of_candidates_and_updates_changes_nothing() -> None:
 
 
 def test_a_null_is_of_the_same_label_and_large_enough() -> None:
-    null_labels = torch.tensor([0] * 10 + [1] * 10)
+    non_member_labels = torch.tensor([0] * 10 + [1] * 10)
     null = torch.cat([torch.arange(10.0), 100 + torch.arange(10.0)])[None].double()
-    found = against_null(torch.tensor([[4.5, 104.5, 9.0]]).double(), torch.tensor([0, 1, 0]), null, null_labels)
+    found = against_non_members(
+        torch.tensor([[4.5, 104.5, 9.0]]).double(), torch.tensor([0, 1, 0]), null, non_member_labels
+    )
     assert found[0].tolist() == pytest.approx([0.0, 0.0, 4.5 / torch.arange(10.0).std().item()])
     with pytest.raises(ValueError, match="label"):
-        against_null(torch.zeros(1, 1), torch.tensor([2]), null, null_labels)
+        against_non_members(torch.zeros(1, 1), torch.tensor([2]), null, non_member_labels)
 
 
 def test_a_score_needs_public_examples() -> None:

@@ -65,7 +65,7 @@ def test_sentences_as_they_are_said_are_less_surprising_than_shuffled(learned: T
     assert float((learned(shuffled) - learned(said)).median()) > 0.3
 
 
-def test_the_score_of_a_sentence_does_not_depend_on_those_beside_it(learned: TrainedPrior) -> None:
+def test_the_score_of_a_sentence_does_not_depend_on_those_next_to_it(learned: TrainedPrior) -> None:
     said = [(2, 10, 20, 3), (2, 30, 3), (2, 40, 50, 60, 70, 3)]
     together = learned.score(said)
     for sentence, value in zip(said, together, strict=True):

@@ -41,7 +41,7 @@ def test_positions_are_read_from_rows_behind_every_chain_that_is_known(data: Tex
     assert accuracy(found, truth, data) > max(least, 2 * floor)
 
 
-def test_a_row_is_described_by_its_direction_and_by_its_size_beside_the_largest() -> None:
+def test_a_row_is_described_by_its_direction_and_by_its_size_next_to_the_largest() -> None:
     updates = {"table": torch.tensor([[[3.0, 4.0], [0.0, 0.0], [0.0, -0.5]]]), "bias": torch.tensor([[0.2, -2.0, 0.0]])}
     expected = [[0.6, 0.8, 0.0, 1.0, -1.0, 0.0], [0.0, 0.0, -6.0, -1.0, 0.0, 0.0], [0.0, -1.0, -1.0, 0.0, -6.0, 0.0]]
     features, sizes = row_features(("table", "bias"), updates)

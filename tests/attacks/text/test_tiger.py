@@ -68,6 +68,6 @@ def test_under_noise_words_come_back_that_dagers_test_refuses(classified: Text) 
     assert ours > 0.8 and discrete < 0.3, (ours, discrete)
 
 
-def test_noise_that_drowns_the_first_block_is_told(classified: Text) -> None:
+def test_noise_that_drowns_the_first_block_is_reported(classified: Text) -> None:
     wave, known = seen(bert(classified), batches(classified, 1, 1), (gaussian(1.0), SGD))
     assert refused(read(tiger(), wave, known, Budget(1)), "lost in noise")

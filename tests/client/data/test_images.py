@@ -268,7 +268,7 @@ def test_npz_files_are_read(no_local_data: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["empty", "no labels", "pickle"])
-def test_a_damaged_npz_file_is_told(no_local_data: Path, damage: str, make_federation: Make) -> None:
+def test_a_damaged_npz_file_is_reported(no_local_data: Path, damage: str, make_federation: Make) -> None:
     x = np.zeros((1, 32, 32, 3), dtype=np.uint8)
     raw = {"empty": b"", "no labels": npz(images=x), "pickle": npz(images=x, labels=np.array([{}], dtype=object))}
     for part in ("train", "test"):

@@ -366,7 +366,7 @@ def test_an_audit_that_does_not_apply_lets_nothing_out(write: Write) -> None:
     assert log(path)[-1]["cause"].startswith("its audit failed: ")
 
 
-def test_its_own_audit_knows_what_leaves_beside_the_update(write: Write) -> None:
+def test_its_own_audit_knows_what_leaves_next_to_the_update(write: Write) -> None:
     """BatchNorm's buffers tell the server the batch's statistics, with which its attack is stronger."""
     agreed = protocol(model=BATCHNORM, data={**DATA, "batch_size": 1})
     fed = Federation(agreed)

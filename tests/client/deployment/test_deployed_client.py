@@ -171,15 +171,15 @@ def test_a_secret_generator_has_more_than_the_32_bits_of_a_seed() -> None:
 NOISY = [SGD, {"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 100.0}]
 
 
-@pytest.mark.parametrize("guard", [{"audit": "analytic"}, {"inspect": "refuse", "examples": True}])
-def test_a_guard_by_which_examples_decide_does_not_go_with_an_epsilon(write: Write, guard: dict[str, Any]) -> None:
+def test_a_guard_by_which_examples_decide_does_not_go_with_an_epsilon(write: Write) -> None:
+    guard = {"audit": "analytic"}
     with pytest.raises(SpecError, match="guard"):
         DeployedClient.of(OwnerConfig.load(write(chain=NOISY, guard=guard)), terms())
     DeployedClient.of(OwnerConfig.load(write(guard=guard)), terms())
 
 
 @pytest.mark.parametrize(("chain", "sends"), [(NOISY, False), ([SGD], True)])
-def test_no_statistics_are_sent_beside_noise(write: Write, chain: list[Any], sends: bool) -> None:
+def test_no_statistics_are_sent_next_to_noise(write: Write, chain: list[Any], sends: bool) -> None:
     model = {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"}
     own = DeployedClient.of(OwnerConfig.load(write(chain=chain)), terms(model=model))
     assert own.sends_buffers is sends and privacy_statement(own, {1: 1}).record is None

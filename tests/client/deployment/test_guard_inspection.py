@@ -10,16 +10,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedgauge.client.deployment.guard import inspect_message
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.inspection.policy import FIRST_NETWORK, InspectionPolicy, fingerprint
-from fedgauge.client.inspection.probes import ProbeSet
 from fedgauge.client.models.vision import convnet, detached_params
 from fedgauge.client.transforms import TransformState
-from fedgauge.client.update import Batch, Params
+from fedgauge.client.update import Params
 from tests.conftest import MakeFederation
 
 
@@ -37,13 +35,12 @@ def swapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_a_client_of_a_simulation_asks_in_one_call(make_federation: MakeFederation) -> None:
     fed = make_federation(model={"use": "convnet", "width": 4})
-    params, buffers = fed.initial()
+    params, _ = fed.initial()
     told: list[str] = []
     memory: TransformState = {}
 
     def ask(inspection_policy: InspectionPolicy, round: int, weights: Params) -> str:
-        rows = fed.shards.rows_at(0, round)
-        inspection = inspect_message(inspection_policy, fed, 0, round, rows, (weights, buffers), memory)
+        inspection = inspect_message(inspection_policy, fed.model, round, weights, memory)
         told.append(inspection.words)
         assert inspection.alarm == (inspection.suspicion >= 1) == bool(inspection.words)
         return inspection.withhold
@@ -63,11 +60,8 @@ def owner(guard: str) -> OwnerConfig:
 
 
 def test_an_owners_file_names_mode_and_network() -> None:
-    mine = owner('[guard]\ninspect = "refuse"\narchitecture = "ab"\nexamples = false').guard
-    assert mine is not None
-    assert mine.inspection_policy(private=False) == InspectionPolicy("refuse", "ab", examples=False)
-    assert GuardPolicy().inspection_policy(private=False) == InspectionPolicy("off")
-    assert GuardPolicy().inspection_policy(private=True) == InspectionPolicy("off", examples=False)
+    mine = owner('[guard]\ninspect = "refuse"\narchitecture = "ab"').guard
+    assert mine == GuardPolicy("refuse", "ab")
 
 
 def test_an_owners_folder_remembers_one_run_and_the_first_network(tmp_path: Path) -> None:
@@ -77,15 +71,14 @@ def test_an_owners_folder_remembers_one_run_and_the_first_network(tmp_path: Path
         2**64 - 1,
     )  # Flower's numbers have 64 bits
     model = network()
-    probes = ProbeSet(model, Batch(torch.zeros(0, 3, 9, 9), torch.zeros(0, dtype=torch.int64)), F.cross_entropy)
     params = detached_params(model)
     with state.inspection_memory(run) as memory:
-        assert not inspection_policy.findings(probes, params, 1, memory).alarms
+        assert not inspection_policy.findings(model, params, 1, memory).alarms
     with state.inspection_memory(run) as memory:
-        assert inspection_policy.findings(probes, swapped(params), 2, memory).alarms
+        assert inspection_policy.findings(model, swapped(params), 2, memory).alarms
     with state.inspection_memory(run - 1) as memory:
         assert memory.keys() == {FIRST_NETWORK}
-        assert not inspection_policy.findings(probes, swapped(params), 1, memory).alarms, (
+        assert not inspection_policy.findings(model, swapped(params), 1, memory).alarms, (
             "another federation begins elsewhere"
         )
     assert (tmp_path / "inspected.safetensors").stat().st_mode & 0o077 == 0

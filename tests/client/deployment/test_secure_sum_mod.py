@@ -341,7 +341,7 @@ def test_a_sum_is_taken_apart_only_where_it_matters(make_federation: MakeFederat
 
 
 @pytest.mark.parametrize("noise", [{"use": "gaussian", "sigma": 0.3}, {"use": "laplace", "scale": 0.3}])
-def test_noise_averages_out_as_the_attacker_is_told(make_federation: MakeFederation, noise: Any) -> None:
+def test_noise_averages_out_as_the_attacker_is_reported(make_federation: MakeFederation, noise: Any) -> None:
     bare, noisy = (make_federation(**EIGHT, chain=c, secure_sum={"group": 4}) for c in ([SGD], [SGD, noise]))
     params, buffers = bare.initial()
     difference = [

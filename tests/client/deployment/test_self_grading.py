@@ -35,7 +35,7 @@ def off_by(truth: Batch, psnr: float) -> Tensor:
     ("psnr", "precision", "told"),
     [(20.1, 0.5, 20.0), (20.3, 0.5, 20.5), (13.7, 1.0, 14.0), (13.7, 3.0, 15.0), (24.96, 0.1, 25.0)],
 )
-def test_a_known_error_is_told_to_the_precision(tmp_path: Path, psnr: float, precision: float, told: float) -> None:
+def test_a_known_error_is_reported_to_the_precision(tmp_path: Path, psnr: float, precision: float, told: float) -> None:
     truth = batch()
     answer = grade(GradingPolicy("scores", precision), ClientFolder(tmp_path), 1, truth, {"dlg": off_by(truth, psnr)})
     assert answer.psnr["dlg"] == pytest.approx((told, told))
@@ -58,14 +58,14 @@ def test_answers_are_steps_below_the_cap_within_half_a_step_and_in_order(a: floa
 
 
 @pytest.mark.parametrize("precision", [0.1, 0.5, 0.7, 7.0, 8.5])
-def test_an_exact_hit_is_told_as_whole_and_nothing_ranks_above_it(precision: float) -> None:
+def test_an_exact_hit_is_reported_as_whole_and_nothing_ranks_above_it(precision: float) -> None:
     exact = rounded(math.inf, precision)
     assert ImageModality.main.came_back_whole(exact) and rounded(59.9, precision) <= exact
     told = {rounded(v / 1000, precision) for v in range(0, 200_000)}
     assert len(told) <= 60 / precision + 1.5, "an exact hit takes no value more than the steps have"
 
 
-def test_images_are_paired_one_to_one_and_told_in_their_own_order(tmp_path: Path) -> None:
+def test_images_are_paired_one_to_one_and_reported_in_their_own_order(tmp_path: Path) -> None:
     truth = batch(3)
     guess = torch.stack([off_by(truth, p)[i] for i, p in ((2, 10.0), (0, 20.0), (1, 30.0))])
     assert grade(SCORES, ClientFolder(tmp_path), 1, truth, {"dlg": guess}).psnr["dlg"] == (10.0, 20.0, 30.0)

@@ -1,13 +1,11 @@
-"""A small network, a client's examples for it, and the results of one detector among all."""
+"""A small network, and the results of one detector among all."""
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from fedgauge.client.inspection.probes import PROBE, ProbeSet
 from fedgauge.client.inspection.results import DetectorResult, DetectorResults
 from fedgauge.client.models.vision import mlp
-from fedgauge.client.update import Batch, Params
+from fedgauge.client.update import Params
 
 SHAPE, CLASSES = (1, 12, 12), 5
 
@@ -15,15 +13,6 @@ SHAPE, CLASSES = (1, 12, 12), 5
 def network(seed: int = 0, hidden: tuple[int, ...] = (40,)) -> nn.Module:
     torch.manual_seed(seed)
     return mlp(SHAPE, CLASSES, hidden=list(hidden))
-
-
-def examples(n: int = PROBE, seed: int = 0) -> Batch:
-    rng = torch.Generator().manual_seed(seed)
-    return Batch(torch.rand(n, *SHAPE, generator=rng), torch.arange(n) % CLASSES)
-
-
-def probes(model: nn.Module | None = None, probe: Batch | None = None) -> ProbeSet:
-    return ProbeSet(network() if model is None else model, examples() if probe is None else probe, F.cross_entropy)
 
 
 def with_(params: Params, **changed: Tensor) -> Params:

@@ -5,12 +5,10 @@ import torch
 from torch import nn
 
 from fedgauge.client.inspection.policy import FIRST_NETWORK, InspectionPolicy, fingerprint, inspect
-from fedgauge.client.inspection.probes import PROBE
 from fedgauge.client.inspection.results import THRESHOLDS
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.transforms import TransformState
-from fedgauge.client.update import Batch
-from tests.client.inspection.probing import CLASSES, SHAPE, alarmed, examples, network, probes, with_
+from tests.client.inspection.probing import CLASSES, SHAPE, alarmed, network, with_
 
 
 @pytest.mark.parametrize("build", [mlp, lenet, convnet, resnet20])
@@ -18,26 +16,21 @@ def test_fresh_weights_of_the_papers_networks_pass(build: object) -> None:
     torch.manual_seed(1)
     model = build((3, 16, 16), 10, **({"width": 8} if build is convnet else {}))  # type: ignore[operator]
     rng = torch.Generator().manual_seed(2)
-    probe = Batch(torch.rand(16, 3, 16, 16, generator=rng), torch.arange(16) % 10)
     params = detached_params(model)
     nearby = {
         k: t + 0.01 * t.std() * torch.randn(t.shape, generator=rng) if t.numel() > 1 else t for k, t in params.items()
     }
-    found = inspect(probes(model, probe), nearby, params, agreed=fingerprint(model))
+    found = inspect(model, nearby, params, agreed=fingerprint(model))
     assert found.suspicion < 1, found.reasons
-    narrow = {"isolated units"} if build is lenet else set()  # of layers that wide it has none
-    assert {f.detector for f in found.results} == set(THRESHOLDS) - narrow
+    assert {f.detector for f in found.results} == set(THRESHOLDS)
     assert not found.reasons
 
 
 def test_everything_is_left_as_it_was() -> None:
     model = convnet((3, 9, 9), 4, width=2).train()
-    probe = Batch(torch.rand(9, 3, 9, 9), torch.arange(9) % 4)
     params = detached_params(model)
     before = {k: t.clone() for k, t in {**params, **dict(model.named_buffers())}.items()}
-    inspect(probes(model, probe), params, params)
-    assert all(m.training for m in model.modules())
-    assert all(not m._forward_pre_hooks for m in model.modules())
+    inspect(model, params, params)
     after = {**params, **dict(model.named_buffers())}
     assert all(torch.equal(before[k], after[k]) for k in before)
 
@@ -53,7 +46,7 @@ def test_the_fingerprint_is_of_the_tree_and_not_of_the_values() -> None:
 
 def test_another_network_than_agreed_is_an_alarm_whatever_its_weights() -> None:
     model = network()
-    found = inspect(probes(model), detached_params(model), None, agreed=fingerprint(lenet(SHAPE, CLASSES)))
+    found = inspect(model, detached_params(model), None, agreed=fingerprint(lenet(SHAPE, CLASSES)))
     assert alarmed(found).keys() == {"architecture"}
     assert fingerprint(model) in found.reasons
 
@@ -63,12 +56,12 @@ def test_a_client_compares_with_the_last_weights_that_raised_no_alarm() -> None:
     swapped = with_(params, p3_weight=params["3.weight"].flip(0), p3_bias=params["3.bias"].flip(0))
     memory: TransformState = {}
     inspection_policy = InspectionPolicy("refuse")
-    assert not inspection_policy.findings(probes(), params, 1, memory).alarms
+    assert not inspection_policy.findings(network(), params, 1, memory).alarms
     for round in (2, 3):
-        assert "moved rows" in alarmed(inspection_policy.findings(probes(), swapped, round, memory)), (
+        assert "moved rows" in alarmed(inspection_policy.findings(network(), swapped, round, memory)), (
             "not taken for normal by repetition"
         )
-    assert not inspection_policy.findings(probes(), params, 4, memory).alarms
+    assert not inspection_policy.findings(network(), params, 4, memory).alarms
     kept = {k.removeprefix("params."): t for k, t in memory.items() if k.startswith("params.")}
     assert kept.keys() == params.keys()
     assert memory.keys() == {*(f"params.{k}" for k in params), "round", FIRST_NETWORK}
@@ -79,27 +72,17 @@ def test_the_number_that_the_server_gives_a_round_does_not_excuse_a_jump(round: 
     params = detached_params(network())
     altered = with_(params, p1_weight=16 * params["1.weight"], p1_bias=16 * params["1.bias"])
     inspection_policy, memory = InspectionPolicy("refuse"), TransformState()
-    assert not inspection_policy.findings(probes(), params, 1, memory).alarms
-    found = inspection_policy.findings(probes(), altered, round, memory)
+    assert not inspection_policy.findings(network(), params, 1, memory).alarms
+    found = inspection_policy.findings(network(), altered, round, memory)
     assert alarmed(found)["jump"].score == pytest.approx(15 / min(round - 1, 5))
 
 
 def test_the_first_rounds_network_is_the_agreed_one_unless_the_owner_names_it() -> None:
     memory: TransformState = {}
     model, other = network(), network(hidden=(40, 40))
-    assert not InspectionPolicy("warn").findings(probes(model), detached_params(model), 1, memory).alarms
-    found = InspectionPolicy("warn").findings(probes(other), detached_params(other), 2, memory)
+    assert not InspectionPolicy("warn").findings(model, detached_params(model), 1, memory).alarms
+    found = InspectionPolicy("warn").findings(other, detached_params(other), 2, memory)
     assert alarmed(found).keys() == {"architecture"}, "nor are weights of another network compared"
     named = InspectionPolicy("warn", architecture=fingerprint(other))
-    assert not named.findings(probes(other), detached_params(other), 3, memory).alarms
-    assert alarmed(named.findings(probes(model), detached_params(model), 1, {})).keys() == {"architecture"}
-
-
-def test_without_examples_the_verdict_is_the_same_whatever_they_are() -> None:
-    params = detached_params(network())
-    loud = Batch(examples().x * torch.where(torch.arange(PROBE) == 0, 1e6, 1.0).view(-1, 1, 1, 1), examples().y)
-    assert InspectionPolicy("refuse").findings(probes(probe=loud), params, 1, {}).alarms
-    blind = InspectionPolicy("refuse", examples=False)
-    one, two = (blind.findings(probes(probe=p), params, 1, {}) for p in (loud, examples()))
-    assert one == two
-    assert not one.alarms
+    assert not named.findings(other, detached_params(other), 3, memory).alarms
+    assert alarmed(named.findings(model, detached_params(model), 1, {})).keys() == {"architecture"}

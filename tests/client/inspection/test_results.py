@@ -11,7 +11,7 @@ from fedgauge.client.inspection.results import LARGEST, DetectorResult, Detector
 def test_a_score_that_is_no_number_is_the_largest(wrong: float) -> None:
     for order in (1, -1):
         both = [DetectorResult("jump", "a", 0.1, "x"), DetectorResult("jump", "b", wrong, "y")][::order]
-        found = DetectorResults.of(iter([*both, DetectorResult("loss", "", 0.1, "z")]))
+        found = DetectorResults.of(iter([*both, DetectorResult("architecture", "", 0.1, "z")]))
         assert [(f.layer, f.score) for f in found.alarms] == [("b", LARGEST)]
         assert found.results[0].layer == "b"
 
@@ -22,11 +22,11 @@ def test_findings_are_sorted_by_suspicion() -> None:
             [
                 DetectorResult("jump", "a", 0.1, "x"),
                 DetectorResult("jump", "b", 0.3, "y"),
-                DetectorResult("dominated", "", 30.0, "z"),
+                DetectorResult("architecture", "", 3.0, "z"),
             ]
         )
     )
-    assert [(f.detector, f.layer) for f in found.results] == [("dominated", ""), ("jump", "b")]
+    assert [(f.detector, f.layer) for f in found.results] == [("architecture", ""), ("jump", "b")]
     assert found.suspicion == pytest.approx(3)
     assert found.reasons == "the network: z"
     assert DetectorResults(()).suspicion == 0

@@ -13,8 +13,8 @@ from fedgauge.client.inspection.results import DetectorResults
 from fedgauge.client.inspection.weights import MOST_ROWS, inspect_weights
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Params
-from tests.client.inspection.probing import CLASSES, alarmed, network, probes, score, with_
+from fedgauge.client.update import Params
+from tests.client.inspection.probing import CLASSES, alarmed, network, score, with_
 
 
 @given(scale=st.floats(1e-3, 1e3), share=st.floats(0.2, 1.0))
@@ -41,7 +41,7 @@ def test_combinations_of_few_rows_lack_rank() -> None:
 def test_zeroed_rows_of_the_classifier_are_counted() -> None:
     params = detached_params(network())
     altered = with_(params, p3_weight=torch.where(torch.arange(CLASSES)[:, None] == 2, params["3.weight"], 0.0))
-    found = alarmed(inspect(probes(), altered, None))["dependent rows"]
+    found = alarmed(inspect(network(), altered, None))["dependent rows"]
     assert (found.layer, found.score) == ("3.weight", 0.8)
     assert found.description.startswith("4 rows of 5 are zero")
 
@@ -92,19 +92,19 @@ def test_a_swap_of_two_classes_is_two_rows_that_moved() -> None:
     params = detached_params(network())
     order = [1, 0, 2, 3, 4]
     altered = with_(params, p3_weight=params["3.weight"][order], p3_bias=params["3.bias"][order])
-    found = alarmed(inspect(probes(), altered, params))
+    found = alarmed(inspect(network(), altered, params))
     assert found["moved rows"].layer == "3.weight"
     assert found["moved rows"].description.startswith("2 rows")
-    assert "moved rows" not in alarmed(inspect(probes(), altered, None)), "a first round has nothing to compare with"
+    assert "moved rows" not in alarmed(inspect(network(), altered, None)), "a first round has nothing to compare with"
 
 
 def test_a_jump_is_measured_in_the_layers_own_size_and_by_the_rounds_between() -> None:
     params = detached_params(network())
     altered = with_(params, p1_weight=5 * params["1.weight"], p1_bias=5 * params["1.bias"])
-    found = inspect(probes(), altered, params)
+    found = inspect(network(), altered, params)
     assert score(found, "jump") == pytest.approx(4.0)
     assert alarmed(found)["jump"].layer == "1"
-    assert score(inspect(probes(), altered, params, apart=4), "jump") == pytest.approx(1.0)
+    assert score(inspect(network(), altered, params, apart=4), "jump") == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("entry", [math.nan, math.inf])
@@ -113,7 +113,7 @@ def test_weights_that_are_no_numbers_are_an_alarm(entry: float) -> None:
     for name in ("1.weight", "3.bias"):
         altered = {k: t.clone() for k, t in params.items()}
         altered[name].view(-1)[0] = entry
-        found = inspect(probes(), altered, params)
+        found = inspect(network(), altered, params)
         assert found.suspicion >= 1 and math.isfinite(found.suspicion)
     wrong = inspect_weights({"w": torch.where(torch.eye(20) > 0, entry, 1.0)}, None)
     assert alarmed(DetectorResults.of(wrong))["dependent rows"].description == "it has entries that are not finite"
@@ -173,7 +173,6 @@ def test_embeddings_are_no_layers() -> None:
 
     torch.manual_seed(0)
     model = Words()
-    probe = Batch(torch.arange(48).reshape(8, 6) % 12, torch.arange(8) % 3)
-    found = inspect(probes(model, probe), detached_params(model), None)
+    found = inspect(model, detached_params(model), None)
     assert {f.layer for f in found.results if f.detector == "dependent rows"} == {"head.weight"}
     assert found.suspicion < 1, "nor are words dead that do not occur"

@@ -58,7 +58,7 @@ def test_only_the_factors_and_the_named_parts_travel(classified: Text) -> None:
     assert model.state_dict().keys() == detached_params(model).keys()
 
 
-def test_the_factors_gradients_are_those_of_the_weights_beside_them(classified: Text) -> None:
+def test_the_factors_gradients_are_those_of_the_weights_next_to_them(classified: Text) -> None:
     """On paper: with W + s B A, dB = s dW A^T and dA = s B^T dW; and B = 0 changes no logit."""
     plain, batch = bert(classified), Batch(classified.x[:3], classified.y[:3])
     whole = gradient(plain, F.cross_entropy)(detached_params(plain), batch, None)

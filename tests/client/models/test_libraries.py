@@ -71,7 +71,7 @@ def test_weights_come_from_a_file_and_a_classifier_of_other_classes_is_drawn(tmp
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file(timm(COLOUR, 10, "resnet10t").state_dict(), path)
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="fit"):
         timm(COLOUR, 10, "resnet14t", path)
     spoiled = timm(COLOUR, 10, "resnet10t").state_dict()
     spoiled["fc.bias"] = torch.full_like(spoiled["fc.bias"], float("nan"))

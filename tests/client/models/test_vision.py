@@ -85,14 +85,14 @@ def test_mlp_is_its_formula(activation: Any, function: Any) -> None:
 
 def test_convnet_refuses_images_that_its_pools_empty() -> None:
     assert vision.convnet((1, 9, 9), 2, width=1)(torch.rand(2, 1, 9, 9)).shape == (2, 2)
-    with pytest.raises(ValueError, match="at least 9 x 9 pixels, got 8 x 30"):
+    with pytest.raises(ValueError, match="9 x 9 .* 8 x 30"):
         vision.convnet((1, 8, 30), 2)
 
 
 def test_the_classifier_is_the_last_fully_connected_layer() -> None:
     assert vision.last_linear(vision.lenet(MNIST, 10)) == "linear"
     assert vision.last_linear(vision.mlp(MNIST, 10, hidden=[4, 4])) == "5"
-    with pytest.raises(ValueError, match="no fully connected layer"):
+    with pytest.raises(ValueError, match="connected"):
         vision.last_linear(nn.Sequential(nn.Conv2d(1, 1, 1)))
 
 
@@ -192,5 +192,5 @@ def test_convbig_has_the_layers_that_soteria_was_attacked_on() -> None:
     }
     assert vision.convbig(MNIST, 10)(torch.rand(2, *MNIST)).shape == (2, 10)
     for make in (vision.convsmall, vision.convbig):
-        with pytest.raises(ValueError, match="at least 4 x 4 pixels, got 3 x 8"):
+        with pytest.raises(ValueError, match="4 x 4 .* 3 x 8"):
             make((1, 3, 8), 2)

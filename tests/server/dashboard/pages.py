@@ -19,7 +19,7 @@ from PIL import Image
 from starlette.applications import Starlette
 
 from fedgauge.attacks.score_rows import ScoreRecord
-from fedgauge.server.dashboard.web import PageServer
+from fedgauge.server.dashboard.web import page_server
 from fedgauge.server.store.run import Run
 
 Get = Callable[..., Any]
@@ -36,7 +36,7 @@ class Http:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.app.state.event_stream.stop()
+        """Nothing is left open."""
 
     def get(self, address: str, **options: Any) -> httpx.Response:
         async def ask() -> httpx.Response:
@@ -122,7 +122,7 @@ def visitor(address: str) -> Iterator[httpx.Client]:
 def listening(app: Starlette, port: int = 0) -> Iterator[str]:
     """The page's server in a thread; yields its address without the token."""
     opened = socket.create_server(("127.0.0.1", port))
-    server = PageServer(app)
+    server = page_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
     try:

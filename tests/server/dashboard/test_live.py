@@ -16,7 +16,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from tests.server.dashboard.pages import served, visitor
 from tests.small_runs import scores_of
 
@@ -25,7 +25,7 @@ def test_incremental_reading_equals_reading_at_once(
     make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = make_taped(tmp_path / "live", make_scenario())
-    reading = Reading(run)
+    reading = RunSnapshot(run)
     with run.ledger() as ledger:
         while (lease := ledger.lease()) is not None:
             rows = {
@@ -61,13 +61,13 @@ def test_deleted_rows_are_no_longer_shown(
     make_taped: Callable[..., Run],
     tmp_path: Path,
 ) -> None:
-    def shown(reading: Reading) -> tuple[object, ...]:
+    def shown(reading: RunSnapshot) -> tuple[object, ...]:
         with reading.now():
             who = (reading.rounds, reading.participation, reading.answered)
             return reading.version, reading.leakage("psnr"), *map(copy, who)
 
     run = make_taped(tmp_path / "live", make_scenario())
-    with run.ledger() as ledger, closing(Reading(run)) as reading:
+    with run.ledger() as ledger, closing(RunSnapshot(run)) as reading:
         while (lease := ledger.lease()) is not None:
             if lease.round == 2:
                 ledger.fail(lease, "gone")
@@ -76,20 +76,24 @@ def test_deleted_rows_are_no_longer_shown(
                 ledger.finish(lease, rows)
         before = shown(reading)
         delete(ledger)
-        with closing(Reading(run)) as another:
+        with closing(RunSnapshot(run)) as another:
             after = shown(another)
         assert shown(reading) == after != before
 
 
-def test_a_change_sends_an_event_to_open_pages(folder: Path) -> None:
+def test_a_change_has_another_version(folder: Path) -> None:
     with served(folder) as address, visitor(address) as http:
-        with http.stream("GET", "/api/events?run=complete") as stream:
-            lines = stream.iter_lines()
-            first = next(line for line in lines if line.startswith("id: "))
-            with Run(folder / "complete").ledger() as ledger:
-                ledger.record_round(3, 0.5, 1.0, 1.0, 0.0)
-            second = next(line for line in lines if line.startswith("id: "))
-        assert first != second
+
+        def versions() -> list[str]:
+            answers = [http.get("/api/version", params=of).raise_for_status() for of in ({"run": "complete"}, {})]
+            return [answer.json()["version"] for answer in answers]
+
+        first = versions()
+        assert versions() == first
+        with Run(folder / "complete").ledger() as ledger:
+            ledger.record_round(3, 0.5, 1.0, 1.0, 0.0)
+        assert all(now != before for now, before in zip(versions(), first, strict=True))
+        assert http.get("/api/version", params={"run": "nobody"}).status_code == 404
 
 
 @pytest.mark.slow
@@ -102,20 +106,21 @@ def test_twenty_pages_hinder_no_writer_and_no_page(folder: Path) -> None:
         end = (rounds, ledger.progress().done + (rounds - 2) * clients)
 
         def look(i: int) -> None:
-            """As the page's script does: listen, and ask again when something has changed."""
+            """As the page's script does: ask again when something has changed."""
             try:
                 with visitor(address) as http:
                     http.get("/run/complete").raise_for_status()
-                    with http.stream("GET", "/api/events?run=complete") as stream:
-                        for line in stream.iter_lines():
-                            if line.startswith("id: "):
-                                found = http.get("/api/runs/complete/overview").raise_for_status().json()
-                                told[i] += 1
-                                if told[i] == 1:
-                                    listening.wait()  # all are open before the first row is written
-                                seen[i] = (found["progress"]["round"], found["progress"]["done"])
-                            if seen[i] == end:
-                                return
+                    known = None
+                    while seen[i] != end:
+                        now = http.get("/api/version?run=complete").raise_for_status().json()["version"]
+                        if now != known:
+                            known = now
+                            found = http.get("/api/runs/complete/overview").raise_for_status().json()
+                            told[i] += 1
+                            if told[i] == 1:
+                                listening.wait()  # all are open before the first row is written
+                            seen[i] = (found["progress"]["round"], found["progress"]["done"])
+                        time.sleep(0.5)
             except Exception as error:  # reported by the main thread
                 errors.append(error)
 

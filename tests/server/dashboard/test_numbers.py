@@ -18,7 +18,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, expected_jobs
 from fedgauge.server.views.compare import differences
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.verdict import verdict_of
 from tests.server.dashboard.pages import Get, pixels, score_all
 from tests.small_runs import scores_of
@@ -34,7 +34,7 @@ def test_the_overview_is_what_the_ledger_says(get: Get, attacked_run: Run) -> No
     with attacked_run.ledger() as ledger:
         scores = scores_of(ledger)
         told = {m: leakage(scores, m) for m in ("psnr", "ssim", "identified")}
-    with closing(Reading(attacked_run)) as reading, reading.now():
+    with closing(RunSnapshot(attacked_run)) as reading, reading.now():
         assert tuple(page["sentences"]) == verdict_of(reading).sentences
     shown = {f["metric"]: {s["name"]: s for s in f["series"]} for f in page["over_rounds"]}
     for metric, leaks in told.items():

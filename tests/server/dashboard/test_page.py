@@ -21,7 +21,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import png
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.result_commands import leading_to
 from fedgauge.simulations.reports.report import write_report
@@ -136,7 +136,7 @@ def test_a_finished_run_opens_with_its_numbers(watched: Watched, address: str, f
     with Run(folder / "first").ledger() as ledger:
         scores = scores_of(ledger)
         (leak,) = [k for k in leakage(scores, "psnr") if k.round is None and k.attack == "inverting_gradients"]
-    with closing(Reading(Run(folder / "first"))) as reading, reading.now():
+    with closing(RunSnapshot(Run(folder / "first"))) as reading, reading.now():
         expect(page.locator(".verdict p")).to_have_text(list(verdict_of(reading).sentences))
     expect(page.locator(".verdict + .worst .card img").first).to_be_visible()
     expect(page.locator(".worst .card")).to_have_count(3)
@@ -294,7 +294,7 @@ def test_rows_appear_without_reload(
     with serving(training.folder.parent, seen_by=watched) as address:
         page = watched.open(f"{address}/run/working")
         expect(page.locator("#live")).to_have_text("live")
-        expect(page.get_by_text("No attack has given a score yet; they appear")).to_be_visible()
+        expect(page.get_by_text("There are no scores yet; they will appear")).to_be_visible()
         page.evaluate("window.same = true")
         page.get_by_text("Scenario", exact=True).click()
         page.get_by_text("Scenario", exact=True).focus()

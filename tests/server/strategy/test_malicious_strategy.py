@@ -30,7 +30,7 @@ from fedgauge.server.store.tape import read_tensors
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.participation import guarded
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.simulations.reports.report import write_report
 from fedgauge.simulations.run.create import cards
@@ -257,7 +257,7 @@ def test_effects_of_a_malicious_server_are_reported(make_scenario: Callable[...,
     assert exact and f"{len(exact)} of 16" in told["recovered"] and f"{sum(others)} of 56" in told["recovered"]
     assert "2 of 2 altered messages and 0 of 7 honest ones" in told["noticed"]
     assert "2 updates of 9" in told["cost"]
-    with Reading(run).now() as reading:
+    with RunSnapshot(run).now() as reading:
         page, report = overview(reading), write_report(run).read_text()
     assert page.server_attacks == told
     assert "The malicious server" in report and "altered messages and 0 of 7 honest ones" in report

@@ -28,7 +28,7 @@ from fedgauge.server.store.tape import Tape
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSumStrategy
 from fedgauge.server.views.gallery import Gallery
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 
 STEPS = ("advertise", "share", "mask", "confirm", "unmask")
 THETA = {"w": torch.tensor([[1.0, 2.0, 3.0]]), "n": torch.tensor(4), "b": torch.tensor([-1.0])}
@@ -381,5 +381,5 @@ def test_a_run_under_a_secure_sum_is_replayed_attacked_and_shown(kit: Any, tmp_p
     assert sorted(mine) == [(c, e) for c in (0, 4) for e in range(4)]
     wrong = {(s["client"], s["example"]) for s in scores if s["attack"] == "wrong_client(inverting_gradients)"}
     assert wrong == set(mine)
-    gallery = Gallery(Reading(run))
+    gallery = Gallery(RunSnapshot(run))
     assert gallery.rows_at(1, 4) == [int(federation.shards.rows_at(c, 1)[0]) for c in (4, 5, 6, 7)]

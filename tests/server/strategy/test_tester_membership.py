@@ -13,7 +13,7 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.pool.tester import with_examples
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import create_run
@@ -52,7 +52,7 @@ def told(run: Run) -> Rows:
 
 
 def verdict(run: Run) -> Any:
-    reading = Reading(run)
+    reading = RunSnapshot(run)
     with reading.now():
         return verdict_of(reading)
 
@@ -88,7 +88,7 @@ def test_the_truth_gives_a_deployment_the_simulations_scores(
     assert len(own) >= 3 * 6 and own <= found.keys()
     for key in own:
         assert found[key] == pytest.approx(expected[key], abs=0.02), key
-    over = {key[:3] for key in found if key[2] == "membership_over_rounds" and key[3] == "held_membership"}
+    over = {key[:3] for key in found if key[2] == "membership_over_rounds" and key[3] == "dataset_membership"}
     assert over == {(round, client, "membership_over_rounds") for round in (1, 2) for client in range(3)}
     assert verdict(deployment).word == verdict(simulation).word == "leaks"
     report = " ".join((deployment.folder / "report.html").read_text().split())

@@ -54,7 +54,7 @@ def test_a_truth_that_does_not_give_the_updates_is_doubted_and_the_right_one_is_
     for name, change in {"swapped": {"swapped": True}, "nothing": noise}.items():
         assert main(["audit", str(run.folder), "--truth", str(changed(right, tmp_path / name, **change))]) == 0
         told = " ".join(capsys.readouterr().out.split())
-        assert "graded 12 of 12" in told and "WARNING: the truth of client" in told, name
+        assert "graded 12 of 12" in told and "against wrong examples: the truth of client" in told, name
         report = (run.folder / "report.html").read_text()
         assert "The grades may be against wrong examples" in report
     assert main(["audit", str(run.folder), "--truth", str(right)]) == 0

@@ -25,7 +25,7 @@ from fedgauge.server.store.uploads import UploadMismatch, read_observation
 from fedgauge.server.tap import tap
 from fedgauge.server.views import overview
 from fedgauge.server.views.gallery import Gallery
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.cli.main import main
 
@@ -178,7 +178,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
     ):
         assert lie not in told + report.partition("<script>")[0]
     assert "without a grade" in report
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         assert reading.state == "complete"
         shown, page = in_json(Gallery(reading).page()), overview.overview(reading)
     assert page.progress.rounds == page.progress.round == 2
@@ -201,7 +201,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
     }, "the rest of a card stays"
     assert all(told_of_grading in card for card in cards.values())
     assert taped == {p: p.stat().st_mtime_ns for p in (run.folder / "tape").iterdir()}
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         graded = {
             (leak.attack, leak.metric): leak
             for m in reading.metrics

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.reading import read_once
-from tests.simulations.reports.figures.graded_runs import graded
+from tests.server.views.graded_runs import graded
 
 
 def worst(folder: Path, metric: str, **changes: object) -> list[tuple[object, object, object]]:

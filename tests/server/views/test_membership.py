@@ -61,7 +61,7 @@ def test_the_numbers_of_a_test_are_means_over_members(tmp_path: Path) -> None:
     assert told.hits is not None and (told.hits.count, told.hits.n) == (3, 6)
     assert told.leaks
     row, guess = membership_table(LedgerAlone(ledger)).records
-    shown = {"n": 6, "mean": pytest.approx(0.9), "told_at_1_percent": (3, 6)}
+    shown = {"n": 6, "mean": pytest.approx(0.9), "detected_at_1_percent": (3, 6)}
     assert row == row | shown and (guess["test"], guess["kind"]) == ("label_frequency", "baseline")
     assert "leaks: by membership" in told.sentence and "90\u00a0%" in told.sentence
 
@@ -114,27 +114,28 @@ def test_members_that_a_baseline_also_detects_keep_the_batch_size(tmp_path: Path
 
 def test_over_rounds_the_last_round_counts(tmp_path: Path) -> None:
     cells = {
-        (round, client, "over"): {"held_membership": [value, value]}
+        (round, client, "over"): {"dataset_membership": [value, value]}
         for round, value in ((1, 0.5), (2, 0.9))
         for client in range(3)
     }
     with written(tmp_path / "l.sqlite", cells, TESTS) as ledger:
         (told,) = membership_results(scores_of(ledger))
-    assert (told.metric, told.area) == ("held_membership", pytest.approx(0.9))
+    assert (told.metric, told.area) == ("dataset_membership", pytest.approx(0.9))
     assert told.sentence.startswith("Dataset membership leaks")
 
 
 def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> None:
     """Pooled over the rounds these rows give 0.7, and strangers that clients share no interval."""
     cells: Cells = {
-        (round, client, "over"): {"held_membership": [value], "held_membership_at_1_percent": [float(value > 0.8)]}
+        (round, client, "over"): {
+            "dataset_membership": [value],
+            "dataset_membership_at_1_percent": [float(value > 0.8)],
+        }
         for round, value in ((1, 0.5), (2, 0.9))
         for client in range(2)
     }
-    alone = {(r, c, "membership"): {"membership": [0.5], "held_membership": [0.1]} for r in (1, 2) for c in range(2)}
-    anybody = {
-        (1, c, "membership"): {**alone[1, c, "membership"], "anybody_membership": [0.6 + c / 10]} for c in (0, 1)
-    }
+    alone = {(r, c, "membership"): {"membership": [0.5], "dataset_membership": [0.1]} for r in (1, 2) for c in range(2)}
+    anybody = {(1, c, "membership"): {**alone[1, c, "membership"], "round_membership": [0.6 + c / 10]} for c in (0, 1)}
     with written(tmp_path / "l.sqlite", {**cells, **alone, **anybody}, TESTS) as ledger:
         scores = scores_of(ledger)
         table = {(row["question"], row["test"]): row for row in membership_table(LedgerAlone(ledger)).records}
@@ -144,9 +145,9 @@ def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> Non
         for name, leak in pooled.items():
             row = table[question, name]
             assert (row["n"], row["mean"], row["interval"]) == (leak.n, leak.mean, leak.interval)
-    assert table[QUESTIONS["held_membership"].asked, "over"]["mean"] == pytest.approx(0.9)
-    assert table[QUESTIONS["anybody_membership"].asked, "membership"]["interval"] is None, "one round"
-    (hits,) = leakage_of_all(scores, "held_membership_at_1_percent")
+    assert table[QUESTIONS["dataset_membership"].asked, "over"]["mean"] == pytest.approx(0.9)
+    assert table[QUESTIONS["round_membership"].asked, "membership"]["interval"] is None, "one round"
+    (hits,) = leakage_of_all(scores, "dataset_membership_at_1_percent")
     assert (hits.n, hits.mean) == (2, 1.0)
 
 
@@ -163,7 +164,7 @@ def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> Non
     with written(tmp_path / "l.sqlite", cells, plan) as ledger:
         curves = roc_curves(scores_of(ledger))
         row = membership_table(LedgerAlone(ledger)).records[-1]
-    assert row["told_at_1_percent"] is None, "a power is no count of members"
+    assert row["detected_at_1_percent"] is None, "a power is no count of members"
     assert curves[MEMBERSHIP_LIMIT] == pytest.approx([np.mean([power(r, mu) for mu in mus]) for r in RATES_SHOWN])
     known = dict(zip(RATES_SHOWN, curves["membership"], strict=True))
     assert known[0.001] is None and known[0.01] == 0.5 and known[0.5] == 0.5 and known[1.0] == 1.0
@@ -180,7 +181,7 @@ def test_no_verdict_says_that_nothing_leaks_where_membership_was_not_tested(tmp_
         "planned, and nothing came of it": ({**IMAGES, **failed}, (*MATCHING, *TESTS)),
         "chance": ({**IMAGES, **chance}, (*MATCHING, *TESTS)),
         "only of the client's data": (
-            {**IMAGES, **{(1, c, "over"): {"held_membership": [0.4, 0.6]} for c in range(3)}},
+            {**IMAGES, **{(1, c, "over"): {"dataset_membership": [0.4, 0.6]} for c in range(3)}},
             (*MATCHING, TESTS[1]),
         ),
         "members": ({**IMAGES, **of_members([[1.0, 0.995]] * 3)}, (*MATCHING, *TESTS)),

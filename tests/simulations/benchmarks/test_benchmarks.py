@@ -56,7 +56,7 @@ def test_the_engine_benchmark_compares_every_case(monkeypatch: pytest.MonkeyPatc
 # ------------------------------------------------------------------------------------------------------- intercept
 
 
-def test_intercept_measures_recorder_and_tap_beside_their_round() -> None:
+def test_intercept_measures_recorder_and_tap_next_to_their_round() -> None:
     case = InterceptCase("small", 2, {"use": "mlp", "hidden": [4]}, 2, 2, rounds=1, at_most=1e9)
     figures = by_name(intercept((case,)))
     assert figures.keys() == {

@@ -33,7 +33,7 @@ def test_a_driver_whose_gpu_torch_does_not_see_is_named(monkeypatch: pytest.Monk
     assert "550.54.15" in found.message and ("CUDA_VISIBLE_DEVICES" if built else torch.__version__) in found.message
 
 
-def test_each_gpu_is_told_with_its_free_memory_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_is_reported_with_its_free_memory_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(monkeypatch, "550.54.15")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from fedgauge.attacks.gaussian_prior import public_priors
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit
 from fedgauge.attacks.membership.limit import power
+from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import allowing
 from fedgauge.client.data.images import Shards
 from fedgauge.client.rng import generator
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks.preflight import Finding, Preflight, preflight
+from fedgauge.simulations.checks.preflight import Finding, Preflight, closed_forms, preflight
+from fedgauge.simulations.checks.scenario_check import check
 from fedgauge.simulations.cli.main import main
 
 SGD = {"use": "local_sgd", "rate": 0.1}
@@ -60,12 +63,40 @@ def test_an_mlp_of_one_example_is_read_off() -> None:
     assert [f.severity for f in found.findings][:3] == ["leaks"] * 3, "the worst first"
 
 
-def test_a_convolution_first_is_not_read_off() -> None:
-    found = preflight(scenario(model={"use": "lenet"}))
-    assert not [f for f in found.findings if "read off" in f.words and "image" in f.words]
+CHAINED = """
+from torch import nn
 
 
-def test_an_example_that_alone_excites_a_neuron_is_told() -> None:
+def net(shape, classes, width=8, pooled=False):
+    body = nn.Sequential(nn.Conv2d(1, width, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten())
+    return nn.Sequential(nn.MaxPool2d(2), nn.Upsample(28), body, nn.Linear(196 * width, classes)) if pooled else nn.Sequential(
+        body, nn.Linear(196 * width, classes))
+"""
+
+
+def test_a_chain_of_layers_is_exact_or_names_what_stays_open(tmp_path: Path) -> None:
+    """By counting: 8 channels give 1,568 values and 72 gradients for 784 pixels, one channel gives 196 and 9."""
+    (tmp_path / "chained_layers.py").write_text(CHAINED)
+    with allowing(["chained_layers"], [tmp_path]):
+        (wide,) = closed_forms(scenario(model={"use": "chained_layers:net"}))
+        assert wide.severity == "leaks" and "read off 2 of 2 simulated" in wide.words
+        (narrow,) = closed_forms(scenario(model={"use": "chained_layers:net", "width": 1}))
+        (left,) = re.findall(r"layer '0.0': (\d+) of 784", narrow.words)
+        assert narrow.severity == "note" and int(left) == pytest.approx(579, abs=5)
+        (pooled,) = closed_forms(scenario(model={"use": "chained_layers:net", "pooled": True}))
+        assert "max_pool2d" in pooled.words
+
+
+@pytest.mark.full
+def test_preflight_and_doctor_call_a_lenet_exact() -> None:
+    of_lenet = scenario(model={"use": "lenet"})
+    found = preflight(of_lenet)
+    assert finding(found, "read off 2 of 2 simulated", "(recursive").severity == "leaks"
+    assert found.measured["psnr"].value == PSNR_CAP
+    assert [r.code for r in check(of_lenet) if r.name == "closed form"] == ["exact"]
+
+
+def test_an_example_that_alone_excites_a_neuron_is_reported() -> None:
     """By hand: of 1,000 random neurons nearly every one of two digits has one of its own; clipping each leaves the quotient."""
     wide = preflight(scenario(model={**MLP, "hidden": [1000]}, data={"use": "mnist5k", "batch_size": 2}))
     assert finding(wide, "read off 16 of 16 simulated", "(read_rows").severity == "leaks"
@@ -117,7 +148,7 @@ def test_the_limit_is_the_auditors_and_strong_noise_holds() -> None:
     assert finding(preflight(scenario()), "no limit").severity == "weak"
 
 
-def test_membership_is_told_from_norms_and_noise() -> None:
+def test_membership_is_estimated_from_norms_and_noise() -> None:
     """Clipped gradients far above the bound have its norm, so that mu is bound / (batch size * sigma) on paper."""
     clip = {"use": "clip", "max_norm": 0.01, "each": True}
     chosen = scenario(chain=[clip, {"use": "gaussian", "sigma": 0.004}, SGD], data={"use": "mnist5k", "auxiliary": 200})
@@ -132,7 +163,7 @@ def test_membership_is_told_from_norms_and_noise() -> None:
     assert finding(preflight(scenario()), "who was in a batch", "no noise").severity == "weak"
 
 
-def test_epsilon_is_told_where_it_holds_and_why_where_it_does_not() -> None:
+def test_epsilon_is_reported_where_it_holds_and_why_where_it_does_not() -> None:
     certain = [
         {"use": "clip", "max_norm": 1.0, "each": True},
         {"use": "gaussian", "sigma": 50.0},
@@ -154,7 +185,7 @@ class Net(nn.Sequential):
 """
 
 
-def test_batch_statistics_and_local_steps_are_told(tmp_path: Path) -> None:
+def test_batch_statistics_and_local_steps_are_reported(tmp_path: Path) -> None:
     norms = preflight(scenario(model={"use": "convnet", "width": 1, "mode": "train"}))
     told = finding(norms, "BatchNorm in train mode ('norm0'")
     assert told.severity == "leaks" and "GroupNorm" in told.change

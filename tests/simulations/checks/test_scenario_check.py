@@ -135,11 +135,11 @@ def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -
     ],
     ids=lambda v: v["use"] if isinstance(v, dict) else "",
 )
-def test_a_model_that_cannot_be_attacked_is_told(examine: Examine, model: Any, where: str, code: str) -> None:
+def test_a_model_that_cannot_be_attacked_is_reported(examine: Examine, model: Any, where: str, code: str) -> None:
     assert wrong(examine(model=model))[where] == code
 
 
-def test_data_that_come_otherwise_each_time_are_told(examine: Examine) -> None:
+def test_data_that_come_otherwise_each_time_are_reported(examine: Examine) -> None:
     told = wrong(examine(data={**TABLES["data"], "use": "doctored:shuffled"}))
     assert told["data, built again"] == "two builds"
 
@@ -151,7 +151,7 @@ def test_what_only_costs_something_is_a_note(examine: Examine) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_where_attacks_run_is_told(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_attacks_run_is_reported(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert examine()["devices"].message == "attacks run on cpu"
     assert "devices" not in examine(audit={"curious": False}), "nothing is attacked"
@@ -197,7 +197,7 @@ def test_looking_leaves_the_model_as_it_was(folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- the command itself
 
 
-def test_the_command_finds_the_users_package_beside_the_scenario(
+def test_the_command_finds_the_users_package_next_to_the_scenario(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(os.sep)

@@ -116,7 +116,7 @@ def test_what_failed_is_tried_again_and_ends_as_if_it_had_never_failed(
     assert capsys.readouterr().out.count("complete") == 2
 
 
-def test_one_update_that_cannot_be_attacked_is_told_and_the_others_have_their_numbers(
+def test_one_update_that_cannot_be_attacked_is_reported_and_the_others_have_their_numbers(
     tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (mine / "how").write_text("faulty with client 1")

@@ -94,7 +94,7 @@ def lose(run: Run, *, all_of_them: bool) -> None:
         ledger._db.execute(f"UPDATE scores SET value = NULL, status = 'diverged' WHERE {of_it}")
 
 
-def test_rows_without_a_value_are_counted_beside_what_was_measured(
+def test_rows_without_a_value_are_counted_next_to_what_was_measured(
     attacked: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lose(attacked, all_of_them=False)
@@ -157,7 +157,7 @@ def test_membership_is_compared_by_its_area(tmp_path: Path) -> None:
     with read_once(run) as reading:
         (result,) = gate_of_run(reading, [Threshold("membership", 0.7)])
         areas = [told.area for told in membership_results(reading.scores)]
-        (held,) = gate_of_run(reading, [Threshold("held_membership", 0.7)])
+        (held,) = gate_of_run(reading, [Threshold("dataset_membership", 0.7)])
     assert result.measurement.value == max(areas) > 0.7 and result.outcome == "failed"
     assert held.outcome == "not measured" and "--attack membership_over_rounds" in str(held)
 

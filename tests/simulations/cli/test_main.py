@@ -69,7 +69,7 @@ def test_a_place_where_nothing_can_be_written_is_a_mistake_in_words(
         assert told.err.startswith("fedgauge: ") and str(tmp_path) in told.err
 
 
-def test_commands_work_beside_a_users_own_files_of_the_same_names(tmp_path: Path) -> None:
+def test_commands_work_next_to_a_users_own_files_of_the_same_names(tmp_path: Path) -> None:
     for name in ("client", "server", "attacks", "defenses", "simulations"):
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('the {name}.py of the user was imported')\n")
     program = [sys.executable, "-m", "fedgauge.simulations.cli.main"]  # which puts the current folder first on the path

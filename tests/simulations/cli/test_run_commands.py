@@ -11,9 +11,10 @@ from fedgauge.attacks.plan import MEMBERSHIP_LIMIT
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.notices import notices
+from fedgauge.server.views.reading import read_once
 from fedgauge.simulations.cli import run_commands
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.cli.run_summary import next_step
 from fedgauge.simulations.run.create import cards, new_run
 from tests.simulations.cli.conftest import TABLES, scenario_file
 
@@ -81,7 +82,7 @@ def test_what_a_replay_does_not_explain_is_not_attacked(mismatched: Run, capsys:
     assert main(["audit", str(mismatched.folder)]) == 1
     told = capsys.readouterr().out
     assert "the learning rate" in told
-    assert "16 attacks wait" in told and f"fedgauge audit {mismatched.folder} (--force" in told
+    assert "0 of 16 attacks done: the others wait" in told and f"fedgauge audit {mismatched.folder}" in told
     with mismatched.ledger() as ledger:
         assert (ledger.progress().queued, ledger.progress().total) == (16, 16)
     assert main(["audit", str(mismatched.folder), "--force"]) == 0
@@ -139,7 +140,7 @@ def test_a_server_that_was_not_curious_leaves_nothing_to_attack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = new_run(Scenario.from_tables({**TABLES, "audit": {"curious": False}}), "blind", tmp_path / "runs")
-    with run.ledger() as ledger:
-        assert "was not curious" in next_step(run, ledger)
+    with read_once(run) as reading:
+        assert any("was not curious" in words for words, _ in notices(reading))
     assert main(["audit", str(run.folder)]) == 2
     assert "curious = false" in capsys.readouterr().err

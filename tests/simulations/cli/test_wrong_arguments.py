@@ -23,7 +23,6 @@ FORMS: dict[str, tuple[str, ...]] = {
     "preflight PLACE": FILE,
     "doctor PLACE": FILE,
     "sweep PLACE": FILE,
-    "client-report PLACE": FILE,
     "deploy init new --clients 2 --scenario PLACE": FILE,
     "deploy up PLACE --local": ("folder", "newer"),
     "deploy down PLACE": ("folder", "newer"),

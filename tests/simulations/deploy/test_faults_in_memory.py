@@ -1,5 +1,6 @@
 """What a deployment survives where the network is not the point: on an in-memory grid, with the owners' own files."""
 
+import json
 import tomllib
 from collections import Counter
 from collections.abc import Iterable
@@ -10,15 +11,17 @@ import pytest
 import tomli_w
 from flwr.app import Error, Message
 
+from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.server.app import federate
 from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.service import serve
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.privacy import Spending, spent_in
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.simulations.checks.owner_check import privacy
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.reports.client_report import read
 from fedgauge.simulations.run import in_memory
 from tests.small_runs import DEPLOYED
 
@@ -145,16 +148,18 @@ def train_until(run: Run, owners: list[Path], dies: int | None, number: int = 1)
 
 def epsilons(owners: list[Path], updates: int) -> list[float]:
     """Of the clients' own reports, of so many updates each."""
-    own = [read(owner) for owner in owners]
-    assert {len(report.rounds.rows) for report in own} == {updates}
-    spent = [report.privacy.record for report in own if report.privacy is not None]
+    own = [OwnerConfig.load(owner) for owner in owners]
+    for owner in own:
+        events = map(json.loads, ClientFolder(owner.state).log.read_text().splitlines())
+        assert len({(event["run"], event["round"]) for event in events if "round" in event}) == updates
+    spent = [found.record for owner in own if (found := privacy(owner)) is not None]
     assert len(spent) == len(owners)
     return [epsilon for epsilon in spent if epsilon is not None]
 
 
 def page_epsilon(run: Run) -> float:
     """Of one record, as the page and the report show it."""
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         told = spent_in(reading).record
     assert isinstance(told, float)
     return told
@@ -164,7 +169,7 @@ def tells_what_clients_tell(run: Run, owners: list[Path], updates: int) -> None:
     """Page and export have the epsilon of the clients' own reports, of so many updates each."""
     spent = epsilons(owners, updates)
     assert page_epsilon(run) == pytest.approx(max(spent), rel=1e-3)
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         spending = Spending(reading.scenario, reading.ledger, reading.answered)
         assert spending.record(1, reading.scenario.protocol.rounds) == pytest.approx(spent[1], rel=1e-3)
 

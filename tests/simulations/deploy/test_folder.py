@@ -83,7 +83,7 @@ def test_root_hands_the_folder_over_to_the_containers_user(tmp_path: Path) -> No
         (["--clients", "2", "--scenario", "no-such.toml"], "there is no such file"),
     ],
 )
-def test_a_mistake_is_told_with_exit_status_two(
+def test_a_mistake_is_reported_with_exit_status_two(
     tmp_path: Path, arguments: Sequence[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["deploy", "init", str(tmp_path / "federation"), *arguments]) == 2
@@ -121,7 +121,7 @@ def test_an_unfinished_run_is_the_next_one_and_a_complete_one_is_not(fresh: Depl
             assert fresh.next_run() == "one" and fresh.begin("one") == (first, True), state
     first.model.touch()  # what the server leaves last of all, whatever was heard of its end
     assert fresh.next_run() != "one"
-    with pytest.raises(SpecError, match="is complete"):
+    with pytest.raises(SpecError, match="complete"):
         fresh.begin("one")
 
 

@@ -25,7 +25,7 @@ from fedgauge.simulations.run.launch import TrainingFailed
 from tests.simulations.deploy.conftest import SLEEP, linux, program, wait_for
 
 
-def test_a_run_that_cannot_go_on_is_told_before_anything_is_started(
+def test_a_run_that_cannot_go_on_is_reported_before_anything_is_started(
     fresh: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a disk that was full in round 1 leaves it: a round, and no checkpoint."""
@@ -81,7 +81,7 @@ with Run(Path(sys.argv[1])).lock("up"):
 
 
 @linux
-def test_a_deployment_is_up_once_and_down_asks_whoever_holds_it(fresh: Deployment) -> None:
+def test_a_deployment_is_up_once_and_down_asks_the_owner_of_it(fresh: Deployment) -> None:
     with (
         subprocess.Popen([sys.executable, "-c", HOLD, fresh.folder], stdout=subprocess.PIPE, text=True) as holder,
         closing(LocalDeployment(fresh, "one")) as left,

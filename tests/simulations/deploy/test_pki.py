@@ -60,7 +60,7 @@ def test_a_mutual_certificate_is_believed_of_who_connects_too_and_no_other_is(ma
     handshake(here, here, "127.0.0.1", client=here)
     with pytest.raises(ssl.SSLCertVerificationError, match="certificate"):
         handshake(here, here, "127.0.0.1", client=elsewhere)
-    with pytest.raises(ssl.SSLCertVerificationError, match="unsuitable certificate purpose"):
+    with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
         handshake(deployed, deployed, "127.0.0.1", client=deployed)
 
 

@@ -41,7 +41,7 @@ def test_what_dies_is_started_again_as_its_policy_says(local: LocalDeployment) -
 
 
 @pytest.mark.parametrize("name", ["dashboard", "superlink"])
-def test_what_dies_again_and_again_is_told_with_the_end_of_its_log_and_ends_all_only_where_it_is_needed(
+def test_what_dies_again_and_again_is_reported_with_the_end_of_its_log_and_ends_all_only_where_it_is_needed(
     local: LocalDeployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.setattr(supervisor, "DEATHS", 2)

@@ -19,7 +19,7 @@ from fedgauge.server.strategy.checked import CLIENT_ABSENT
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.server.views.participation import participation
-from fedgauge.server.views.reading import Reading, state_of
+from fedgauge.server.views.reading import RunSnapshot, state_of
 from fedgauge.simulations.cli import main as cli
 from fedgauge.simulations.deploy.folder import DEMO, Deployment
 from fedgauge.simulations.run import in_memory
@@ -79,12 +79,12 @@ def test_where_every_client_refuses_the_run_has_failed_and_says_why(foreign: Dep
             assert why.startswith("no round got an update: 0 of 9 updates came in; client 0 missing in 3 rounds: ")
             ledger.set_meta(state="failed", empty=why)
             assert state_of(run, ledger) == "failed", "although all its rounds are over"
-        with closing(Reading(run)) as reading, reading.now():
+        with closing(RunSnapshot(run)) as reading, reading.now():
             assert f"The training failed: {why}." in [words for words, _ in notices(reading)]
 
 
 @pytest.mark.usefixtures("unattacked")
-def test_an_owner_who_lets_the_code_be_loaded_takes_part_and_the_others_are_told_of(foreign: Deployment) -> None:
+def test_an_owner_who_lets_the_code_be_loaded_takes_part_and_the_others_are_reported_of(foreign: Deployment) -> None:
     path = owners(foreign)[1]
     path.write_text(path.read_text().replace("allow = []", 'allow = ["mynets"]'))
     shutil.copy(foreign.folder.parent / "mynets.py", path.parent)

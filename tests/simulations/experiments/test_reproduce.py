@@ -56,7 +56,7 @@ def test_a_failed_attack_is_graded_as_grey_and_counted() -> None:
     assert all("4 of 4 attacks failed, graded as grey" in r.note for r in rows.values())
 
 
-def test_beside_every_score_stands_that_of_the_mean_public_image() -> None:
+def test_next_to_every_score_is_that_of_the_mean_public_image() -> None:
     data = mnist5k()
     mean = data.x[-200:].double().mean(0) / 255
     errors = (data.x_test[:4].double() / 255 - mean).square().flatten(1).mean(1)

@@ -50,9 +50,9 @@ def test_distinct_batches_have_no_class_twice_and_leave_no_image_out() -> None:
     assert set(range(8)) <= set(taken), "the first images come first, whatever their classes"
 
 
-def test_too_few_images_are_told() -> None:
+def test_too_few_images_are_reported() -> None:
     for images, n in ((Images(""), 1001), (Images("", batch_size=11, distinct=True), 1)):
-        with pytest.raises(SpecError, match="too few"):
+        with pytest.raises(SpecError, match="few"):
             choose(mnist5k(), images, n)
 
 

@@ -32,14 +32,14 @@ def test_the_suite_has_every_kind_of_data_and_who_was_in_a_batch(name: str) -> N
     kinds = {kind for cell in cells for kind in modalities_of(str(cell.attacks[0].table["use"]))}
     assert kinds == set(MODALITIES.values())
     assert any(cell.model.get("adapter") for cell in cells)
-    assert {len(cell.chain) > 1 for cell in cells if cell.attacks[0].tells_members} == {True, False}
+    assert {len(cell.chain) > 1 for cell in cells if cell.attacks[0].tests_membership} == {True, False}
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_a_limit_stands_beside_the_attacks_where_it_is_known_of_a_cells_noise(name: str) -> None:
+def test_a_limit_is_next_to_the_attacks_where_it_is_known_of_a_cells_noise(name: str) -> None:
     for cell in load(name).cells:
         noisy = any(link["use"] == "gaussian" for link in cell.chain)
-        of_members = cell.attacks[0].tells_members
+        of_members = cell.attacks[0].tests_membership
         limited = {attack.name for attack in cell.attacks if attack.is_limit}
         known = {"membership_limit"} if of_members else {"bayes_limit"} if cell.name.startswith("images") else set()
         assert limited == (known if noisy else set()), cell.name
@@ -69,7 +69,7 @@ def test_a_mistaken_submission_is_refused(attack: str, named: str) -> None:
         with_submissions(restrict(load("suite_small"), None, None, "prune"), [attack])
 
 
-def test_a_test_of_membership_runs_where_members_are_told_and_other_attacks_elsewhere() -> None:
+def test_a_test_of_membership_runs_where_members_are_detected_and_other_attacks_elsewhere() -> None:
     made = with_submissions(load("suite_small"), ["membership score=cosine name=mine", "dlg name=other"])
     names = {cell.name: {attack.name for attack in cell.attacks} for cell in made.cells}
     assert {cell for cell, of_it in names.items() if "mine" in of_it} == {c for c in names if c.startswith("members")}
@@ -145,7 +145,7 @@ def of_members(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_members_are_told_by_a_score_and_no_better_than_the_limit(of_members: Path) -> None:
+def test_members_are_detected_by_a_score_and_no_better_than_the_limit(of_members: Path) -> None:
     rows = {
         row.attack: row for row in rows_of(read_results(of_members), ComparedFigure, "") if row.metric == "membership"
     }

@@ -100,7 +100,7 @@ def test_a_row_stands_for_each_attack_that_the_run_planned(tmp_path: Path) -> No
     assert [row.attack for row in failed] == attacked, "a cell that failed has the same rows"
 
 
-def test_a_sweep_tests_membership_beside_its_attacks(tmp_path: Path) -> None:
+def test_a_sweep_tests_membership_next_to_its_attacks(tmp_path: Path) -> None:
     membership = {"use": "membership", "strangers": 120, "held": 0, "defenses": ["none"]}
     scenario = {**TABLES["scenario"], "data": {"use": "mnist5k", "auxiliary": 400}}
     attack = [IG, membership, {**membership, "use": "membership_over_rounds", "held": 4}]
@@ -110,8 +110,8 @@ def test_a_sweep_tests_membership_beside_its_attacks(tmp_path: Path) -> None:
     assert told.metric == "membership" and told.mean is not None and told.mean > 0.9
     assert told.baseline is not None and 0.2 < told.baseline < 0.8
     held = found["membership_over_rounds"]
-    assert held.metric == "held_membership" and held.mean is not None, held.reason
-    assert told.told is None, "one label of ten is too few strangers for 1 %"
+    assert held.metric == "dataset_membership" and held.mean is not None, held.reason
+    assert told.detected is None, "one label of ten is too few strangers for 1 %"
     lines = (tmp_path / "out" / "sweep.md").read_text().splitlines()
     assert "in the batch" in lines[0] and lines[3].split(" | ")[6] == "not tested"
 

@@ -40,7 +40,7 @@ def test_an_exact_hit_is_inf_in_csv_and_null_in_json_which_says_so(tmp_path: Pat
         assert [line["best"] for line in csv.DictReader(file)] == ["inf", ""]
 
 
-def test_the_summary_names_the_strongest_attack_and_the_cost_beside_the_first_defense() -> None:
+def test_the_summary_names_the_strongest_attack_and_the_cost_next_to_the_first_defense() -> None:
     found = [
         row("none", "a", 0),
         row("none", "b", 0, mean=21.0, low=19.5, high=22.5),
@@ -56,7 +56,7 @@ def test_the_summary_names_the_strongest_attack_and_the_cost_beside_the_first_de
     ]
 
 
-def test_before_the_first_defense_has_ended_no_cost_is_told() -> None:
+def test_before_the_first_defense_has_ended_no_cost_is_reported() -> None:
     (line,) = lines_of([row("blend", "a", 0)], ["none", "blend"])
     assert line.endswith("| 80 % | – |")
 
@@ -74,12 +74,12 @@ def test_what_a_seeds_rows_share_counts_once_however_many_rows_it_has() -> None:
     assert "| 11.5 |" in line and "| 70 % |" in line
 
 
-def test_membership_stands_beside_the_strongest_attack_and_is_never_it() -> None:
+def test_membership_is_next_to_the_strongest_attack_and_is_never_it() -> None:
     of_members = {"metric": "membership", "baseline": 0.5, "low": None, "high": None}
     found = [
         row("none", "a", 0),
-        row("none", "ratio", 0, mean=0.98, told=0.75, **of_members),
-        row("none", "filter", 0, mean=0.9, told=0.8, **of_members),
+        row("none", "ratio", 0, mean=0.98, detected=0.75, **of_members),
+        row("none", "filter", 0, mean=0.9, detected=0.8, **of_members),
         row("noise", "a", 0),
         row("noise", "ratio", 0, **{**of_members, "mean": None, "reason": "few strangers"}),
     ]
@@ -96,9 +96,9 @@ def test_the_strongest_attack_is_that_of_the_comparison_whichever_way_a_metric_l
     assert _strongest(found, error) == ("`b`", "0.2 (18.0 to 22.0); 0.1 to what was trained on, by `a`")
 
 
-def test_whom_a_clients_data_holds_stands_beside_who_was_in_a_batch() -> None:
-    held = {"metric": "held_membership", "baseline": 0.5, "low": None, "high": None}
-    found = [row("none", "a", 0), row("none", "over", 0, mean=0.8, told=0.25, **held)]
+def test_dataset_membership_is_next_to_batch_membership() -> None:
+    held = {"metric": "dataset_membership", "baseline": 0.5, "low": None, "high": None}
+    found = [row("none", "a", 0), row("none", "over", 0, mean=0.8, detected=0.25, **held)]
     header, _, line = summary_as_markdown(found, []).splitlines()
     assert "| in the batch | in the client's data |" in header
     assert line == "| none | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | not tested | 0.80; 25 % detected | – | 80 % | 0 |"

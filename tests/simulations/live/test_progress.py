@@ -11,7 +11,7 @@ from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.reading import Jobs, Reading
+from fedgauge.server.views.reading import Jobs, RunSnapshot
 from fedgauge.simulations.live.view import leaks_by_round
 from tests.simulations.live.conftest import PLAN, TABLES, intake, work
 from tests.small_runs import scores_of
@@ -24,7 +24,7 @@ def test_increments_add_up_to_the_whole(ledger: Ledger, run: Run) -> None:
         kind = rng.random()
         return None if kind < 0.2 else math.inf if kind < 0.3 else float(rng.normal(20, 30))
 
-    with closing(Reading(run)) as reading:
+    with closing(RunSnapshot(run)) as reading:
         for round in (1, 2, 3):
             intake(ledger, round)
             for _ in range(9):
@@ -36,7 +36,7 @@ def test_increments_add_up_to_the_whole(ledger: Ledger, run: Run) -> None:
 
 
 def test_rows_written_during_a_reading_are_not_lost(ledger: Ledger, run: Run) -> None:
-    with closing(Reading(run)) as reading:
+    with closing(RunSnapshot(run)) as reading:
         own = reading.ledger._db
         for round in (1, 2, 3, 4, 5, 6):
             intake(ledger, round)
@@ -53,7 +53,7 @@ def test_rows_written_during_a_reading_are_not_lost(ledger: Ledger, run: Run) ->
 
 def test_how_the_jobs_stand(tmp_path: Path) -> None:
     made = Run.create(tmp_path / "run", Scenario.from_tables({**TABLES, "audit": {"rounds": [1, 2], "workers": 3}}))
-    with made.ledger() as ledger, closing(Reading(made)) as reading:
+    with made.ledger() as ledger, closing(RunSnapshot(made)) as reading:
 
         def jobs() -> Jobs:
             with reading.now():
@@ -93,7 +93,7 @@ def test_a_round_that_is_trained_again_loses_what_was_read_of_it(ledger: Ledger,
     psnr = iter([*[20.0] * 20, *[30.0] * 20])  # twenty values a round
     work(ledger, lambda: next(psnr))
 
-    with closing(Reading(run)) as reading:
+    with closing(RunSnapshot(run)) as reading:
 
         def means() -> dict[int | None, float | None]:
             with reading.now():

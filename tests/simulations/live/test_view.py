@@ -10,7 +10,7 @@ from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage_of_all
-from fedgauge.server.views.reading import Reading, read_once
+from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.strength import best_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.view import Events, Lines, LiveLine, View, progress_line, view_of
@@ -34,7 +34,7 @@ def test_who_looks_decides_on_the_view(taped: Run) -> None:
 def test_a_line_says_what_it_counts_and_what_it_waits_for(
     taped: Run, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    view = Lines(Reading(taped), clock)
+    view = Lines(RunSnapshot(taped), clock)
     view.note = "waiting for Flower"
     with view.shown(), taped.ledger() as ledger:
         view.update()
@@ -54,7 +54,7 @@ def test_a_line_says_what_it_counts_and_what_it_waits_for(
 
 
 def test_a_note_is_shown_before_the_first_round(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    view = Lines(Reading(run))
+    view = Lines(RunSnapshot(run))
     view.note = "waiting for Flower"
     with view.shown(), run.lock("training"):
         view.update()
@@ -64,7 +64,7 @@ def test_a_note_is_shown_before_the_first_round(run: Run, capsys: pytest.Capture
 def test_a_live_line_follows_the_ledger_and_is_wiped(run: Run, clock: Clock) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, legacy_windows=False, _environ={})
-    view = LiveLine(Reading(run), console, clock)
+    view = LiveLine(RunSnapshot(run), console, clock)
     view.note = "[red]waiting\x07"
     with view.shown(), run.ledger() as other:
         view.update()
@@ -93,6 +93,8 @@ def test_the_mean_in_a_line_is_the_strongest_attacks_as_in_the_gate(run: Run, le
 
 
 def test_quiet_says_nothing_but_where_the_results_are(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with taped.ledger() as ledger:
+        ledger.set_meta(rounds="2")
     assert main(["audit", str(taped.folder), "--log", "quiet"]) == 0
     told = capsys.readouterr()
     assert told.err == ""

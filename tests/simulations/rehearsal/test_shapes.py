@@ -72,9 +72,9 @@ def names(normal: str, full: str) -> list[Any]:
 @pytest.mark.parametrize(
     "name",
     names(
-        "factory epochs",
-        "plain accumulated library batch_norm frozen double_head tied rows deltas descents two_records batches prefixed "
-        "own_loop own_strategy files",
+        "factory epochs multi_label",
+        "plain accumulated closure library batch_norm rows deltas descents two_records own_loop own_strategy files weighted "
+        "one_logit prices autoencoder windows older",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
@@ -87,6 +87,14 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
     ("name", "code", "exact"),
     [
         ("gradients", "steps", True),
+        ("summed", "scale", True),
+        pytest.param("proximal", "loss", True, marks=FULL),
+        pytest.param("penalised", "loss", False, marks=FULL),
+        pytest.param("frozen", "names", True, marks=FULL),
+        pytest.param("tied", "names", True, marks=FULL),
+        pytest.param("prefixed", "names", True, marks=FULL),
+        pytest.param("double_head", "precision", True, marks=FULL),
+        pytest.param("batches", "examples", True, marks=FULL),
         pytest.param("by_hand", "steps", True, marks=FULL),
         pytest.param("own_head", "private", True, marks=FULL),
         pytest.param("sentences", "tokenizer", True, marks=FULL),
@@ -106,8 +114,8 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        pytest.param("multi_label", "labels", marks=FULL),
-        pytest.param("autoencoder", "labels", marks=FULL),
+        pytest.param("views", "output", marks=FULL),
+        pytest.param("two_networks", "networks", marks=FULL),
         ("trees", "network"),
         pytest.param("linear", "network", marks=FULL),
     ],
@@ -144,7 +152,11 @@ def test_an_app_that_does_not_train_is_refused_in_a_sentence(
 
 @FULL
 @pytest.mark.parametrize(
-    "name", ["deltas", "own_head", "rows", "gradients", "sentences", "next_words", "lora", "trainer"]
+    "name",
+    [
+        *("deltas", "own_head", "rows", "gradients", "sentences", "next_words", "lora", "trainer", "older"),
+        *("multi_label", "one_logit", "prices", "autoencoder", "windows"),
+    ],
 )
 def test_the_verdict_is_graded_by_what_was_observed(name: str, folder: Path) -> None:
     runs = folder.parent / "runs"

@@ -39,7 +39,7 @@ def exported(run: Run) -> str:
     return out.getvalue()
 
 
-def test_a_chain_with_noise_gets_its_limit_beside_the_attacks(hidden: Run) -> None:
+def test_a_chain_with_noise_gets_its_limit_next_to_the_attacks(hidden: Run) -> None:
     page = page_of(hidden)
     with hidden.ledger() as ledger:
         rows = [r for r in ledger.scores() if r["attack"] == "bayes_limit"]
@@ -93,7 +93,7 @@ def test_noise_over_clipping_is_certified(hidden: Run) -> None:
     assert all(c >= a for c, a in zip(found["mean"], curves["inverting_gradients"]["mean"], strict=True))
 
 
-def test_epsilon_is_told_with_the_figures(hidden: Run) -> None:
+def test_epsilon_is_reported_with_the_figures(hidden: Run) -> None:
     chosen = hidden.scenario()
     expected = spent(chosen.federation, {0: 2, 1: 2})
     assert f"Differential privacy: epsilon {expected.record:.3g} for one record replaced" in page_of(hidden).words

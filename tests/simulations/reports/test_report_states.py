@@ -56,7 +56,7 @@ def test_a_server_that_was_not_curious(tmp_path: Path) -> None:
     assert "1 of 2 updates came in; client" in page.words
 
 
-def test_a_failed_attack_is_told_with_its_error(tmp_path: Path) -> None:
+def test_a_failed_attack_is_reported_with_its_error(tmp_path: Path) -> None:
     run = taped(tmp_path / "damaged", scenario())
     damaged = sorted((run.folder / "tape").glob("round-00002-client-*"))[0]
     damaged.write_bytes(damaged.read_bytes()[:100])
@@ -77,7 +77,7 @@ def test_a_reconstruction_that_is_gone_or_damaged_is_said_to_be(copied: Run) -> 
     assert all("file damaged" in n and " dB" in n for n in notes[2:])
 
 
-def test_a_failed_replay_check_is_told_at_the_top(copied: Run) -> None:
+def test_a_failed_replay_check_is_reported_at_the_top(copied: Run) -> None:
     with copied.ledger() as ledger:
         ledger.set_meta(replay="mismatch", replay_detail="cosine 0.5: the learning rate differs")
     words = page_of(copied).words

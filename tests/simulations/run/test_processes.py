@@ -126,7 +126,7 @@ def test_a_sweep_touches_nobody_elses_processes(launch: Launch, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("code", "number"), [(SLEEP, "SIGTERM"), (DEAF, "SIGTERM"), (DEAF, "SIGKILL")], ids=["polite", "deaf", "killed"]
 )
-def test_children_are_told_when_their_parent_is_killed(tmp_path: Path, code: str, number: str) -> None:
+def test_children_are_reported_when_their_parent_is_killed(tmp_path: Path, code: str, number: str) -> None:
     """SIGKILL leaves the parent no chance to end anything itself; the kernel sends what it asked for."""
     log = tmp_path / "child.log"
     told = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), sys.exit()))\n{SLEEP}"

@@ -182,13 +182,13 @@ def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(finished: Run, t
 
 
 @pytest.mark.slow
-def test_a_training_in_memory_that_dies_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_training_in_memory_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SCENARIO)
     run = create_run(Scenario.load(tmp_path / "small.toml"), tmp_path / "run")
     (run.folder / "scenario.toml").write_text("rounds = = 1")
     with closing(TrainingProcess(run, in_memory=True)) as training:
         wait_for(training.status)
-        with pytest.raises(TrainingFailed, match="scenario.toml: Invalid value"):
+        with pytest.raises(TrainingFailed, match="scenario.toml"):
             training.verify()
     assert not training.scratch.exists()
 

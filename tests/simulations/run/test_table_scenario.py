@@ -17,7 +17,7 @@ from fedgauge.server.store.ledger_types import Ungraded, comparable
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import Gallery
-from fedgauge.server.views.reading import Reading
+from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.checks.preflight import preflight
@@ -36,7 +36,7 @@ def test_the_doctor_finds_nothing_wrong_with_rows() -> None:
     assert "3,200 + 800 rows of 34 entries" in found["data"].message
 
 
-def test_preflight_tells_that_a_row_is_read_off_the_first_layer() -> None:
+def test_preflight_reports_that_a_row_is_read_off_the_first_layer() -> None:
     alone = preflight(Scenario.load(QUICKSTART, ["data.batch_size=1"]))
     (leak,) = [f for f in alone.findings if "analytic" in f.words]
     assert leak.severity == "leaks" and "holds the row: read off 8 of 8" in leak.words
@@ -71,7 +71,7 @@ def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
     assert main(["run", str(QUICKSTART), "--runs", str(tmp_path), *settings]) == 0
     (ledger,) = tmp_path.glob("*/ledger.sqlite")
     run = Run(ledger.parent)
-    with closing(Reading(run)) as reading, reading.now():
+    with closing(RunSnapshot(run)) as reading, reading.now():
         page, found = in_json(Gallery(reading).page()), verdict_of(reading)
         scores = {(row["attack"], row["metric"]) for row in reading.ledger.scores()}
     assert (page["kind"], page["noun"], page["total"]) == ("text", "row", 4)

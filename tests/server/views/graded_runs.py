@@ -1,11 +1,7 @@
-"""Runs with given scores, and how to read what was drawn of them."""
+"""Runs with given scores."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.attacks.score_rows import ScoreRecord
@@ -13,13 +9,9 @@ from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.reading import read_once
-from fedgauge.simulations.reports.figures import run_figures
 
 METRICS = ("psnr", "ssim", "mse", "identified", "label_accuracy")
 Grade = Callable[[str, int, int], Mapping[str, float | None]]
-SVG = "{http://www.w3.org/2000/svg}"
-BLUE, VERMILION = "#0072b2", "#d55e00"
 
 
 def grade(attack: str, round: int, client: int) -> Mapping[str, float | None]:
@@ -80,21 +72,3 @@ def graded(
             for c in lease.clients if name in attacks else ():
                 run.write_reconstruction(r, c, name, {"x": 1 - federation.batch_at(c, r).x})
     return run
-
-
-def drawn(run: Run) -> dict[str, Figure]:
-    with read_once(run) as reading:
-        return {drawing.name: drawing.figure for drawing in run_figures(reading)}
-
-
-def points(axes: Axes, color: str, dash: str | None = None) -> list[list[tuple[float, float]]]:
-    """The lines of a colour, as drawn."""
-    return [
-        [(float(x), float(y)) for x, y in line.get_xydata()]
-        for line in axes.get_lines()
-        if to_hex(line.get_color()) == color and (dash is None or line.get_linestyle() == dash)
-    ]
-
-
-def named(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.legends[0].get_texts()]

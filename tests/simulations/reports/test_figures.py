@@ -11,9 +11,15 @@ from PIL import Image
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.figures import write_figures
-from tests.simulations.reports.figures.graded_runs import METRICS, SVG, graded, only_psnr
+from tests.server.views.graded_runs import METRICS, graded, only_psnr
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return graded(tmp_path_factory.mktemp("runs") / "graded")
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +81,11 @@ def test_a_metric_that_no_attack_counts_for_has_no_figure_and_the_others_are_wri
     """A test of single updates says nothing of whom a client's data holds, and may be the only one that was made."""
 
     def how(attack: str, round: int, client: int) -> dict[str, float | None]:
-        return {**only_psnr(attack, round, client), "membership": 0.9, "held_membership": 0.6}
+        return {**only_psnr(attack, round, client), "membership": 0.9, "dataset_membership": 0.6}
 
     paths, _ = write_figures([graded(tmp_path / "run", how, clients=2, rounds=2)], tmp_path / "figures")
     names = {path.stem for path in paths}
-    assert "leakage-psnr" in names and "leakage-held_membership" not in names
+    assert "leakage-psnr" in names and "leakage-dataset_membership" not in names
 
 
 def test_the_command_prints_each_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
