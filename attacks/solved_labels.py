@@ -32,7 +32,6 @@ class NotRestored(ValueError):
     """The labels cannot be restored, but a search may optimise them together with the examples."""
 
 
-Activation = Callable[[Tensor], Tensor]
 Outputs = Callable[[Tensor], Tensor]  # the classifier's outputs (N, D) -> the network's outputs
 
 
