@@ -49,7 +49,7 @@ def outputs_of(known: Knowledge, params: Params, layer: str) -> Outputs:
     result, calls = called(known.model, params, known.normalise(x.to(next(iter(params.values())))))
     last = [call for call in calls if call.name == layer][-1]
     if last.output.shape[:1] == result.shape[:1] and last.output.numel() == result.numel():
-        shares: list[Activation] = [partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1)]
+        shares: list[Callable[[Tensor], Tensor]] = [partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1)]
         for activation in [*ACTIVATIONS.values(), *shares]:
             if close(activation(last.output).view_as(result), result):
                 return partial(_outputs, activation, result.shape[1:])
