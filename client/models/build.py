@@ -66,7 +66,7 @@ def _refuse_other_examples(table: Table, where: str, offered: Mapping[str, Any])
     )
     if reads != given:
         raise SpecError(f"{where}: {table['use']} reads {reads}, and [data] is {given}: choose another model")
-    if of_images and len(offered["shape"]) != 3:
+    if of_images and given == "images" and len(offered["shape"]) != 3:
         shape = tuple(offered["shape"])
         raise SpecError(
             f"{where}: {table['use']} reads images (C, H, W), and [data] has {shape}: choose mlp, or your own"
