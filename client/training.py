@@ -1,4 +1,4 @@
-"""Local training: the gradient of the loss, and the SGD steps that turn it into an update."""
+"""The gradient of the loss, and `local_sgd`: plain SGD steps that turn it into an update."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,3 +1,3 @@
-"""Defenses: one a file, each a Link that can be combined with others in any order."""
+"""Defenses: one a file, each a Link that combines with others in any order; `fedgauge.links` in pyproject.toml names them."""
 
 import fedgauge.client  # noqa: F401  (repairs torchvision before anything can import it)

@@ -1,4 +1,4 @@
-"""Recorder of a tap in a user's app: messages sent and received, unchanged; the audit interprets them.
+"""The tap's recorder, in a user's own app: messages sent and received, unchanged; the audit interprets them.
 
 A message is looked at in the app's own thread, which costs microseconds; files and ledger are written in a thread of the recorder.
 """

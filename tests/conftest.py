@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, settings
 
 from fedgauge.attacks.base import Wave
 from fedgauge.attacks.source import FederationSource
+from fedgauge.client.data_folder import data_folder
 from fedgauge.client.federation import Federation
-from fedgauge.client.local_data import data_folder
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve

@@ -1,4 +1,4 @@
-"""Candidates, and how well the scores separate members from strangers: one row for each member.
+"""Candidates of a membership test, and how well the scores separate members from strangers: one row for each member.
 
 A member's value is the share of strangers with the members' labels that score below it. The mean over members is the area
 under the ROC curve; the share of members that all but 1 % of the strangers score below is the true-positive rate there.

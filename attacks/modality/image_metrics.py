@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedgauge.client.local_data import data_folder
+from fedgauge.client.data_folder import data_folder
 from fedgauge.client.pairing import PSNR_CAP as PSNR_CAP  # re-exported: all metrics are importable from here
 from fedgauge.client.pairing import match as match
 from fedgauge.client.pairing import mse_of as mse_of

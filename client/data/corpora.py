@@ -14,7 +14,7 @@ from torch import Tensor
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data.images import Dataset
 from fedgauge.client.data.table_files import read_table
-from fedgauge.client.local_data import data_folder
+from fedgauge.client.data_folder import data_folder
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.models.tokenizer import WORDPIECE, Task, Tokenizer, framed, load_tokenizer, offline, wordpiece
 from fedgauge.client.rng import generator

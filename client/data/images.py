@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.cache_folder import cache_folder
+from fedgauge.client.data_folder import cached, data_folder, may_download, read_npz
 from fedgauge.client.labels import check_labels
-from fedgauge.client.local_data import cached, data_folder, may_download, read_npz
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Batch

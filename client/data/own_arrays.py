@@ -14,7 +14,7 @@ from torch import Tensor
 from fedgauge.client.data.corpora import Text, held_out, targets
 from fedgauge.client.data.images import Dataset
 from fedgauge.client.data.tables import Tabular
-from fedgauge.client.local_data import read_npz
+from fedgauge.client.data_folder import read_npz
 from fedgauge.client.models.columns import Column, Columns
 from fedgauge.client.models.tokenizer import Task, load_tokenizer
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedgauge.client.data.corpora import held_out, numbers
 from fedgauge.client.data.images import Dataset
-from fedgauge.client.local_data import read_npz
+from fedgauge.client.data_folder import read_npz
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow hands others, as EPS, to programs of their own

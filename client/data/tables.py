@@ -19,7 +19,7 @@ from fedgauge.client.data import census as made_up
 from fedgauge.client.data.corpora import held_out, numbers
 from fedgauge.client.data.images import Dataset
 from fedgauge.client.data.table_files import EMPTY, read_table
-from fedgauge.client.local_data import data_folder
+from fedgauge.client.data_folder import data_folder
 from fedgauge.client.models.columns import MISSING, Column, Columns
 
 OneHot = Literal["plain", "scaled"]

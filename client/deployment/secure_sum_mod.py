@@ -11,9 +11,9 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from fedgauge.client.arrays import npy_array
+from fedgauge.client.data_folder import state_folder
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Value, Vector
 from fedgauge.client.files import claimed
-from fedgauge.client.local_data import state_folder
 from fedgauge.client.mods import Mod, only_arrays
 
 RECORD = "secure-sum"  # of a question, an answer, and what a client keeps between the two

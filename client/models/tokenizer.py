@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.local_data import cached, may_download
+from fedgauge.client.data_folder import cached, may_download
 from fedgauge.client.models.libraries import import_library
 
 Task = Literal["classification", "next_token"]

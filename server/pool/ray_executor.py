@@ -21,7 +21,7 @@ from fedgauge.attacks.engine.devices import CPU, Precision
 from fedgauge.client.components import SpecError
 from fedgauge.server.child_processes import die_with_parent, paths_from_here
 from fedgauge.server.pool.executors import Result, WorkerDied, last_line
-from fedgauge.server.pool.private_ray import private_ray
+from fedgauge.server.pool.ray_access import ray_access
 from fedgauge.server.pool.worker import Task, TaskResult
 
 LOOPBACK = "127.0.0.1"
@@ -35,7 +35,7 @@ def _secrets() -> dict[str, str]:
     """The environment of this process's own Ray; made once, as Ray reads its certificates once in a process."""
     folder = Path(tempfile.mkdtemp(prefix="fedgauge-ray-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return private_ray(folder)
+    return ray_access(folder)
 
 
 class RayExecutor:

@@ -11,7 +11,7 @@ import torch
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.data.images import Dataset
-from fedgauge.client.local_data import read_npz
+from fedgauge.client.data_folder import read_npz
 from fedgauge.client.update import Batch
 
 _NAME = re.compile(r"(client|node)-(-?\d+)(-round-\d+)?\.npz")

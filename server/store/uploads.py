@@ -1,4 +1,4 @@
-"""Uploads of a user's own app by the names of its model: parameters, buffers, and layers that were not sent."""
+"""Recorded updates as attacks read them. Those of a user's own app come by the names of its model, and may lack layers."""
 
 import math
 import re

@@ -13,7 +13,7 @@ import numpy as np
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
-from fedgauge.client.local_data import may_download
+from fedgauge.client.data_folder import may_download
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files

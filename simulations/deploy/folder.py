@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.pki import alternative_names, write_authority, write_node_key, write_secret
-from fedgauge.server.pool.private_ray import private_ray
+from fedgauge.server.pool.ray_access import ray_access
 from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -206,7 +206,7 @@ def _settings(folder: Path, clients: int) -> str:
 
 def _ray_settings(folder: Path, hosts: Sequence[str]) -> str:
     """Write the token and certificates of a Ray cluster on several machines; return the settings of its containers."""
-    access = private_ray(folder, hosts)
+    access = ray_access(folder, hosts)
     del access["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]  # it keeps Ray on the loopback address
     return "".join(f"{key}={value}\n" for key, value in access.items()).replace(str(folder), "/ray")
 

@@ -19,8 +19,8 @@ from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import SpecError, build
 from fedgauge.client.data.images import Dataset, Shards, batch_of
+from fedgauge.client.data_folder import data_folder
 from fedgauge.client.federation import DATASET, Federation
-from fedgauge.client.local_data import data_folder
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.protocol import Protocol, SecureSumOptions

@@ -17,8 +17,8 @@ from fedgauge.attacks.base import Observation
 from fedgauge.attacks.effort import attacks_by_effort
 from fedgauge.attacks.problem import Problem
 from fedgauge.client.components import SpecError
+from fedgauge.client.data_folder import read_npz
 from fedgauge.client.federation import Federation
-from fedgauge.client.local_data import read_npz
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.uploads import names_of

@@ -22,7 +22,7 @@ from fedgauge.attacks.effort import ITERATIONS
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, users_errors
-from fedgauge.client.local_data import read_npz
+from fedgauge.client.data_folder import read_npz
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
 from fedgauge.server.store import run_files

@@ -8,9 +8,9 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from fedgauge.client.local_data import data_folder
+from fedgauge.client.data_folder import data_folder
 from fedgauge.server.child_processes import paths_from_here
-from fedgauge.server.pool.private_ray import SETTINGS, private_ray
+from fedgauge.server.pool.ray_access import SETTINGS, ray_access
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import processes
@@ -44,7 +44,7 @@ class OwnProcess:
         self.log = log
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
-        env = child_environment(self.scratch, self.mark) | (private_ray(self.scratch) if ray else {})
+        env = child_environment(self.scratch, self.mark) | (ray_access(self.scratch) if ray else {})
         # in a separate folder, as Ray's workers look for every package in their driver's current folder first
         command = [sys.executable, "-P", "-m", *arguments]
         self._child = processes.start(command, run.log(log), env, self.scratch, at_our_death)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgauge.client import local_data
+from fedgauge.client import data_folder
 from fedgauge.client.components import SpecError
 from fedgauge.client.data import images
 from fedgauge.client.data.images import Dataset, Partition, split
@@ -323,7 +323,7 @@ def test_the_data_folder_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(FileNotFoundError, match="FEDGAUGE_DATA"):
         images.data_folder()
     monkeypatch.delenv("FEDGAUGE_DATA")
-    beside = Path(local_data.__file__).resolve().parents[2] / "shared" / "data"
+    beside = Path(data_folder.__file__).resolve().parents[2] / "shared" / "data"
     assert images.data_folder() == (beside if beside.is_dir() else None)
 
 

@@ -1,4 +1,4 @@
-"""Local data: the folder that holds it, and the cache of decoded and downloaded data."""
+"""The folder of local data, and the cache of decoded and downloaded data."""
 
 import os
 import zipfile

@@ -1,4 +1,4 @@
-"""Start Ray for one user only, by default only on this machine.
+"""The environment in which Ray is for one user only, by default only on this machine.
 
 Ray runs any code that reaches its ports, and by itself listens on every network interface without asking who is there.
 """
@@ -19,7 +19,7 @@ SETTINGS = (
 )
 
 
-def private_ray(folder: Path, hosts: Sequence[str] = ()) -> dict[str, str]:
+def ray_access(folder: Path, hosts: Sequence[str] = ()) -> dict[str, str]:
     """The environment in which Ray listens only on the loopback address and requires fresh secrets.
 
     Args:
