@@ -179,7 +179,7 @@ def deviations(images: Batch) -> Tensor:
     several = counts[which] > 1
     if not several.any():
         return x
-    sums = torch.zeros(len(counts), *x.shape[1:], dtype=x.dtype).index_add_(0, which, x)
+    sums = x.new_zeros(len(counts), *x.shape[1:]).index_add_(0, which, x)
     n = counts.view(-1, *[1] * (x.dim() - 1))
     spread: Tensor = (x - (sums / n)[which]) * (n / (n - 1).clamp_min(1)).sqrt()[which]
     return spread[several]

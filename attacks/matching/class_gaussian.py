@@ -14,7 +14,7 @@ from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian
 from fedgauge.attacks.matching.recipes import CUTS
 from fedgauge.attacks.matching.search import AdamSearch
-from fedgauge.client.components import check_above_zero, check_at_least
+from fedgauge.client.components import Count, Positive
 from fedgauge.client.pairing import match
 
 
@@ -30,13 +30,9 @@ class class_gaussian(Attack):
         rate: of Adam.
     """
 
-    share: float = 0.01
-    searches: int = 4
-    rate: float = 0.3
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "share", "rate")
-        check_at_least(self, 1, "searches")
+    share: Positive = 0.01
+    searches: Count = 4
+    rate: Positive = 0.3
 
     @property
     def needs_derivative(self) -> bool:
