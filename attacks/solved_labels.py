@@ -113,7 +113,7 @@ def findings_of_batch(
     """
     size, width = known.batch_size, len(gradient)
     if not size < width <= MOST_FINDINGS:
-        why = f"findings of a batch are restored if they are more than its examples and at most {MOST_FINDINGS}"
+        why = f"multi-label targets are restored if they have more labels than the batch has examples, at most {MOST_FINDINGS}"
         raise NotRestored(f"{why}; {OPTIMISED}")
     every = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * width)
     if known.label_kind.public is not None and bool((known.label_kind.public.sum(1) == 1).all()):

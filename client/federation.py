@@ -165,7 +165,7 @@ class Federation:
             offered["batch_size"] = min(step, whole) if isinstance(step, int) and step > 0 else whole
             link = build(arguments, where, TRANSFORM, offered, more_keys=("each",))
             if self.protocol.secure_sum and link.remembers:
-                raise SpecError(f"{where}: {table['use']} keeps a state, which [secure_sum] cannot replay: remove one")
+                raise SpecError(f"{where}: {table['use']} is stateful and cannot be used with [secure_sum]: remove one")
             links.append(per_example(link) if each else link)
         composed: Chain = Chain(tuple(links))
         call(composed.check, {}, "[[chain]]")
@@ -202,8 +202,8 @@ class Federation:
         if still := {k for k, p in own.items() if not p.requires_grad and not any(says(k) for says in freezing)}:
             named = whole_parts(self.model, still)
             raise SpecError(
-                f"[model]: {named[0]!r} has requires_grad = False, and clients would train it all the same: freeze it by "
-                f'[[chain]] use = "freeze", layers = {named} before local_sgd, or set requires_grad'
+                f"[model]: {named[0]!r} has requires_grad = False, but clients would still train it: freeze it by "
+                f'[[chain]] use = "freeze", layers = {named} before local_sgd, or set requires_grad = True'
             )
 
     def _check_labels(self, link: BatchTransform, where: str) -> None:

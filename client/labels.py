@@ -1,7 +1,7 @@
-"""The kinds of labels: one class, findings, numbers, a mask, or none. All other modules ask here and do not branch on a kind.
+"""The kinds of labels: one class, multi-label, numbers, a mask, or none. All other modules ask here and do not branch on a kind.
 
-A label is a tensor: one class (N,) int64; findings, each 0 or 1, (N, K) float; numbers (N,) or (N, K) float; a mask, a class
-for each pixel (N, H, W) int64, or 0 and 1 as floats (N, K, H, W); for a loss that reads no label, any tensor.
+A label is a tensor: one class (N,) int64; multi-label, K findings of 0 or 1, (N, K) float; numbers (N,) or (N, K) float; a mask,
+a class for each pixel (N, H, W) int64, or 0 and 1 as floats (N, K, H, W); for a loss that reads no label, any tensor.
 """
 
 import math
@@ -123,11 +123,11 @@ class Binary(LabelKind):
 
 
 class Findings(Binary):
-    """Several findings an example, each 0 or 1: y (B, K) float."""
+    """Multi-label targets: several findings for each example, each 0 or 1: y (B, K) float."""
 
-    noun: ClassVar[str] = "findings"
+    noun: ClassVar[str] = "multi-label"
     metric: ClassVar[str] = "label_f1"
-    restored: ClassVar[str] = "the findings are restored with an F1 of {} by {}"
+    restored: ClassVar[str] = "the labels (multi-label) are restored with an F1 of {} by {}"
 
     def width(self, classes: int) -> int:
         return classes

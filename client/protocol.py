@@ -76,7 +76,7 @@ class SecureSumOptions:
 
 @dataclass(frozen=True)
 class CanaryOptions(Checked):
-    """Measurement of the noise's protection: clients that send fixed directions, or examples among clients' data.
+    """An empirical measurement of how well the noise protects: clients that send fixed directions, or canary examples.
 
     Args:
         clients: number of canaries, the last clients. With examples = 0 they send random directions instead of updates: at

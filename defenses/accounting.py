@@ -3,9 +3,9 @@
 The server is the adversary: it sees every update and knows who took part in which round, but not which of a client's examples
 are in a round's batch: a fixed number, drawn anew each round without replacement. Data sets are neighbours if one record is
 replaced by another, or a client's whole data by any other: what is clipped to C moves by 2 C. Everything after the noise is
-post-processing. Of gaussian and laplace the guarantee holds in real numbers, and with secret draws. A deployment's client runs
-their discrete forms: the accounting then adds what rounding to their grid and float32 before it cost, and the difference between
-discrete and rounded normal noise. A server cannot verify that a client draws in secret: amplification then counts only in the
+post-processing. For gaussian and laplace, the guarantee assumes exact real arithmetic and secret randomness. Deployed clients
+use discrete noise: the accounting includes the cost of rounding to the grid and of float32, and the difference between discrete
+and rounded normal noise. A server cannot verify that a client draws in secret: amplification then counts only in the
 client's own computation, and there only if all of its data are its own. docs/defenses.md says what an epsilon does not cover.
 """
 
@@ -52,7 +52,7 @@ class Mechanism:
         uses: the most releases of a round that depend on one example.
         releases: the releases of a round.
         sampled: whether a round depends only on the examples of its batch.
-        step: of the noise's grid, divided as the noise is by its own sigma or scale; 0: noise in floating point.
+        step: grid spacing in units of sigma (or scale); 0 means floating-point noise.
     """
 
     noise: Literal["normal", "laplace"]

@@ -159,14 +159,15 @@ def test_a_defense_and_an_attack_of_one_file_each_run(tmp_path: Path) -> None:
             found[sigma] = [row.value for result in results for row in result.rows if row.metric == "psnr"]
             assert federation.chain.update_distribution is not None
             assert federation.chain.update_distribution.sigma == pytest.approx(0.1 * sigma)
-            assert [r.name for r in check(Scenario.from_tables(tables)) if r.works is False] == []
+            warned = [r.name for r in check(Scenario.from_tables(tables)) if r.works is False]
+            assert warned == ([] if sigma else ["closed form"])  # without noise, the doctor reads the example
     assert min(found[0.0]) > 60 > max(found[0.01])
     for name in ("mydefense", "myattack"):
         sys.modules.pop(name, None)
 
 
 def test_data_in_files_take_the_datas_place(folder: Path) -> None:
-    (own,) = (
+    own, _ = (  # the other is of arrays
         b for b in re.findall(r"^```toml\n(\[data\].*?)^```", (DOCS / GUIDES[0]).read_text(), re.DOTALL | re.MULTILINE)
     )
     text = re.sub(r"\[data\]\n.*?\n\n", own + "\n", (folder / "mine.toml").read_text(), flags=re.DOTALL)

@@ -37,7 +37,7 @@ class ServerAttack(Checked, ABC):
 
     @abstractmethod
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        """The weights for one client instead of `sent`, with the same names and shapes; `sent` itself is not changed.
+        """Return the altered weights to send to one client, named and shaped as `sent`, which is not modified.
 
         Args:
             known: the network (with the malicious architecture), shapes, public images: what any server knows.

@@ -67,7 +67,7 @@ class membership(Measure):
     def scores(self, wave: Wave, known: Knowledge, candidates: Batch) -> Tensor:
         """Return the membership score of each candidate (N) in each update's batch (K): (K, N) float64.
 
-        An update that is not finite, or for which a score is not, has no scores (NaN), and changes no other's.
+        An update with a non-finite value or score gets NaN scores; other updates are unaffected.
 
         Raises:
             ValueError: a score needs what is not there: public examples of a label, or a gradient of one example.

@@ -32,7 +32,7 @@ class ImageModality(Modality):
         "mse": Measured("MSE (lower leaks more)", **DISTANCE, digits=None),
         "identified": Measured("identified (part of the images)", fraction=True, rate=True),
         "label_accuracy": Measured("label accuracy", fraction=True, of_batch=True),
-        "label_f1": Measured("findings' F1", fraction=True, of_batch=True),
+        "label_f1": Measured("multi-label F1", fraction=True, of_batch=True),
         "label_error": Measured("label error in standard deviations (lower leaks more)", **DISTANCE, of_batch=True),
         "mask_iou": Measured("mask's overlap (IoU)", fraction=True, of_batch=True),
         "lpips_alex": Measured("LPIPS, AlexNet (lower leaks more)", **DISTANCE),

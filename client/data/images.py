@@ -31,7 +31,7 @@ Partition = Literal["iid", "dirichlet", "shards"]
 class Dataset:
     """Images x (N, C, H, W) uint8 and labels y, for training and for test, with per-channel mean and std.
 
-    Labels are classes (N,) int64, findings (N, K) of 0 and 1 as floats, or numbers (N,) or (N, K); classes is then K, or 1.
+    Labels are classes (N,) int64, multi-label (N, K) of 0 and 1 as floats, or numbers (N,) or (N, K); classes is then K, or 1.
     A mask is a class for each pixel, (N, H, W) int64, or 0 and 1 as floats (N, K, H, W).
 
     Data of other kinds derive from it, with other x and y, and no mean and std. names: of the classes, if they have names.

@@ -49,12 +49,12 @@ class Arrays(Dataset):
 def arrays(path: Path, classes: int | None = None, test: float = 0.2) -> Arrays:
     """Arrays of floats as a network takes them: x (N, ...) of any shape, such as windows of sensors. Nothing is scaled.
 
-    Labels y are classes (N,), findings (N, K) of 0 and 1, numbers (floats), or a mask with a class for each pixel. Without y,
+    Labels y are classes (N,), multi-label (N, K) of 0 and 1, numbers (floats), or a mask with a class for each pixel. Without y,
     the loss reads no labels.
 
     Args:
         path: a NumPy archive.
-        classes: their number; default: the largest label and 1, or the findings or numbers of an example.
+        classes: their number; default: largest label + 1, or the labels or numbers of an example.
         test: without x_test: the share of the examples that no client trains on.
     """
     stored = read_npz(path)
@@ -94,7 +94,7 @@ def rows(path: Path, classes: int | None = None, test: float = 0.2) -> Tabular:
 
     Args:
         path: a NumPy archive.
-        classes: their number; default: the largest label and 1.
+        classes: their number; default: largest label + 1.
         test: without x_test: the share of the rows that no client trains on.
     """
     parts = _read(path, np.floating, test)
@@ -115,7 +115,7 @@ def token_ids(
         path: a NumPy archive.
         tokenizer_folder: the folder of the tokenizer that made the ids.
         task: what is learnt: the class of a sentence, or each word from those before it (y is then not read).
-        classes: their number; default: the largest label and 1.
+        classes: their number; default: largest label + 1.
         test: without x_test: the share of the sentences that no client trains on.
     """
     words = load_tokenizer(tokenizer_folder)

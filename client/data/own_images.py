@@ -74,7 +74,7 @@ def npz(
         test: without x_test: the share of the images that no client trains on, above 0 and below 1.
         layout: the position of the 1 or 3 channels; auto: read it from the shape.
         mean, std: as for image_folder.
-        classes: their number; default: the largest label and 1.
+        classes: their number; default: largest label + 1.
 
     Raises:
         ValueError: the arrays are missing, or have another shape or dtype.

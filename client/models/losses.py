@@ -148,7 +148,7 @@ class huber(Criterion):
 class binary_cross_entropy(Criterion):
     """-y log sigmoid(z) - (1 - y) log(1 - sigmoid(z)), averaged over logits and examples.
 
-    The labels are findings, or classes 0 and 1 of a network with one output.
+    The labels are multi-label (0 or 1 each), or classes 0 and 1 of a network with one output.
 
     Args:
         pos_weight: of y = 1, for all outputs or for each, at least 0.

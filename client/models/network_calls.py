@@ -77,7 +77,10 @@ def call_of(net: nn.Module, tokenizer: Tokenizer, task: Task, positions: int, ta
                     return call
         except Exception:  # a network may raise anything where it is called in another way than its own
             continue
-    raise ValueError(f"{type(net).__name__} gives words and their embeddings, or padded sentences, different logits")
+    raise ValueError(
+        f"{type(net).__name__} returns different logits for token ids than for their embeddings, or for padded input, so it "
+        "cannot be attacked: make `inputs_embeds` and `attention_mask` work as in transformers"
+    )
 
 
 def _fits(call: NetworkCall, net: nn.Module, tokenizer: Tokenizer, task: Task, positions: int, table: Tensor) -> bool:

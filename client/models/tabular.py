@@ -36,10 +36,12 @@ def ft_transformer(
         hidden: width of a block's two layers, with ReLU in place of the paper's ReGLU.
 
     Raises:
-        ValueError: a size is below 1, or heads do not divide dimension.
+        ValueError: a size is below 1, or dimension is no multiple of heads.
     """
     if blocks < 1 or heads < 1 or dimension < 1 or dimension % heads:
-        raise ValueError(f"dimension {dimension} must divide among heads {heads}, and blocks {blocks} be at least 1")
+        raise ValueError(
+            f"dimension ({dimension}) must be a multiple of heads ({heads}); blocks must be at least 1 (got {blocks})"
+        )
     return _FTTransformer(columns, classes, dimension, blocks, heads, hidden)
 
 

@@ -279,7 +279,9 @@ def last_linear(model: nn.Module) -> str:
     """
     names: list[str] = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not names:
-        raise ValueError("the model has no fully connected layer, which label restoration reads")
+        raise ValueError(
+            'the model has no fully connected layer, and label restoration needs one: set labels = "given"'
+        )
     return names[-1]
 
 

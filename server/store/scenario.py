@@ -248,7 +248,7 @@ def _server_attacks(tables: Table) -> tuple[TargetedServerAttack, ...]:
     planned = coerce(tables.get("server_attack", []), list, "[[server_attack]]")
     if bool(planned) != (server == "malicious"):
         names = ", ".join(SERVER_ATTACK.names())
-        raise SpecError(f'server = "malicious" and [[server_attack]] need each other; use is one of {names}')
+        raise SpecError(f'set both server = "malicious" and a [[server_attack]] (use = one of {names}), or neither')
     rounds, clients = (coerce(tables.get(key, 1), int, key) for key in ("rounds", "clients"))
     return tuple(
         TargetedServerAttack.from_table(
@@ -319,7 +319,7 @@ def _with_canaries(protocol: Protocol) -> Table | None:
     if not canaries:
         return None
     if together is not None and together.drawn:
-        raise SpecError("[canaries] need [secure_sum] groups that stay the same: leave drawn out")
+        raise SpecError("[canaries] need fixed [secure_sum] groups: remove drawn")
     # a sum has the number of its first client that answers
     clients = [client for group in protocol.groups(1) if canaries.intersection(group) for client in group]
     return {"clients": clients, **({"examples": each} if (each := protocol.canary_examples) else {})}
@@ -363,7 +363,7 @@ def _check_control_variates(federation: Federation, strategy: Table, tape: TapeO
     if federation.chain.local.remembers and not (plain and everyone and tape.keep == "all"):
         raise SpecError(
             '[[chain]]: scaffold needs the plain average ("FedAvg") of all clients in every round, and all their updates '
-            "on the tape: leave fraction_train, [stragglers] and [tape] keep out"
+            "on the tape: remove fraction_train, [stragglers] and [tape] keep"
         )
 
 

@@ -195,7 +195,7 @@ def offline() -> Iterator[None]:
 
 
 class RunSnapshot:
-    """Snapshot of a run, from which every view is computed; `lock` gives the ledger to one thread.
+    """Snapshot of a run, from which every view is computed; `lock` serialises access to the ledger.
 
     Args:
         scenario: the run's, if the caller has built it.

@@ -67,9 +67,11 @@ def _gradient(fed: Federation) -> Found:
     if problem := lookup_problem(fed.model, params, _inputs(fed, len(batch.x))):
         return problem
     if bad := [name for name, t in update.items() if not t.isfinite().all()]:
-        return Problem("not finite", f"the gradient of {bad[0]!r}", "is not finite", "a root or division at zero?")
+        remedy = "check for a square root or division at zero"
+        return Problem("not finite", f"the gradient of {bad[0]!r}", "is not finite", remedy)
     if not any(t.any() for t in update.values()):
-        return Problem("zero gradient", "", "every gradient is zero", "is the loss detached, or every unit dead?")
+        remedy = "check that the loss is not detached and that some units are active"
+        return Problem("zero gradient", "", "every gradient is zero", remedy)
     return "finite"
 
 

@@ -123,8 +123,8 @@ def audit(options: argparse.Namespace) -> int:
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
                 raise LedgerError(
-                    f"{run.folder} has no recorded updates: none was accepted, [audit] curious = false, or [tape] keep or "
-                    "fedgauge prune have deleted them"
+                    f"{run.folder} has no recorded updates: either none was accepted, [audit] curious is false, or they were "
+                    'deleted ([tape] keep, fedgauge prune). Run again with [tape] keep = "all"'
                 )
             refuse_misfit(scenario.federation, str(run.folder / "scenario.toml"))
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan

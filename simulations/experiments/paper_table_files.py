@@ -143,7 +143,8 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str]) -> PaperTa
         name, table = submitted(text)
         made = [_attacked(cell, name, table) for cell in cells]
         if made == cells:
-            raise SpecError(f"--attack: no chosen cell lacks {name} and fits it: add name=another, or change --cells")
+            why = "every selected cell already has it or cannot run it"
+            raise SpecError(f"--attack {name}: {why}: rename it (name=...), or select other --cells")
         cells = made
     return replace(paper_table, cells=tuple(cells))
 

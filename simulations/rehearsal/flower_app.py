@@ -142,7 +142,8 @@ class AppGrid(Grid):
             self._here, self._asked = min(2 * self._here, len(self._contexts)), 0
         elif self._asked > 20 * TRIES:
             raise SpecError(
-                f"the app waits for more than {len(self._contexts)} clients: set --clients, or its config by --set"
+                f"the app waits for more than {len(self._contexts)} clients: raise --clients, or lower the app's minimum with "
+                "--set KEY=VALUE"
             )
         return list(self._contexts)[: self._here]
 

@@ -82,7 +82,7 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
         seen = ", ".join(losses) or "none of torch's losses"
         return Problem("loss", network, f"clients minimise {seen}", "name a loss of (logits, labels) as [loss] use")
     if "output" in notes or "values" in notes:
-        remedy = "a network is attacked here that returns one tensor, which the loss reads"
+        remedy = "only a network that returns one tensor, used directly by the loss, can be attacked"
         return Problem("output", network, notes.get("output") or notes["values"], remedy)
     if y is None or not y.size:
         return Problem("labels", network, "no labels were seen for some examples", "each example needs one label")

@@ -167,12 +167,16 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         if not kept and fit < len(attacked) * len(own):
             some = sorted(numbers[node] for node in attacked)[: max(1, fit)]
             attack_some(draft, some, began, "updates take long to compute")
-            draft.note("cost", f"only round {began} of {len(some)} clients is attacked", "for more change [audit]")
+            draft.note(
+                "cost", f"only round {began} of {len(some)} clients is attacked", "change [audit] to attack more"
+            )
         if seconds > SLOW:
             fewer = max(LEAST, round(ITERATIONS["quick"] * SLOW / seconds))
             cut_searches(draft, scenario.federation, fewer)
             draft.note(
-                "cost", f"searches have {fewer} iterations", 'for more set effort = "quick" and remove [[attack]]'
+                "cost",
+                f"searches have {fewer} iterations",
+                'to search longer, set effort = "quick" and remove [[attack]]',
             )
         run_files.write(run.folder / "scenario.toml", draft.text().encode())
         return Rehearsal(run, draft, run.folder / "truth", packages, proof)

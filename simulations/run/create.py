@@ -110,7 +110,9 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
     from fedgauge.server.strategy.build import build_strategy  # imports Flower, which an audit does not need
 
     if (server := run.holder("server")) is not None:
-        raise RunBusy(f"{run.folder}: process {server} trains it; after its driver was killed it ends within a minute")
+        raise RunBusy(
+            f"{run.folder} is still being trained by process {server}; if you killed the command, wait a minute and try again"
+        )
     with run.lock("training"), run.ledger() as ledger:
         if ledger.deployed and mode != DEPLOYMENT:
             command = restart_command(run, ledger)

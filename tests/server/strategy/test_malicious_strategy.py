@@ -300,8 +300,8 @@ def test_honest_weights_are_sent_if_crafting_fails_later(
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"server": "honest"}, 'need each other'),
-        ({"server_attack": []}, 'use is one of carried_input, class_fishing'),
+        ({"server": "honest"}, '[[server_attack]]'),
+        ({"server_attack": []}, 'one of carried_input, class_fishing'),
         ({"server": "evil"}, "server must be one of 'honest', 'malicious', got 'evil'"),
         ({"server_attack": [{"use": "fly_fishing"}]}, "[[server_attack]] #1: "),
         ({"server_attack": [{**FISHING, "target": 10}]}, "[[server_attack]] #1: class_fishing: target must be"),

@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # what is brought, and what 
     "shape": (model("Colour"), "'body.0' (Conv2d)"),
     "size": (model("Larger"), "'head' (Linear)"),
     "logits": (model("Fewer"), "(4, 7)"),
-    "second argument": (model("Masked"), "'mask'"),
+    "second argument": (model("Masked"), "(x, mask)"),
     "list": (model("Listed"), "'head.weight'"),
     "lazy": (model("Lazy"), "layer '1' is lazy"),
     "nan": (model("NotANumber"), "'head' (Linear)"),
