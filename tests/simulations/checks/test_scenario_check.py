@@ -126,8 +126,8 @@ def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -
 @pytest.mark.parametrize(
     ("model", "where", "code"),
     [
-        ({"use": "doctored:Dropped", "mode": "train"}, "model", "draws"),
-        ({"use": "doctored:Drawing"}, "model", "draws"),
+        ({"use": "doctored:Dropped", "mode": "train"}, "second derivative", "draws"),
+        ({"use": "doctored:Drawing"}, "second derivative", "draws"),
         ({"use": "doctored:Fewer"}, "model", "logits"),
         ({"use": "doctored:Pair"}, "model", "no logits"),
         ({"use": "doctored:Single"}, "second derivative", "derivative"),
