@@ -19,6 +19,7 @@ from fedgauge.attacks.problem import Problem
 from fedgauge.client.components import SpecError
 from fedgauge.client.data_folder import read_npz
 from fedgauge.client.federation import Federation
+from fedgauge.client.models.language import LanguageModel
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.uploads import names_of
@@ -429,7 +430,10 @@ def say_what_differs(
         reported: the client's number of examples.
         facts: of its training.
     """
-    names = {name: own for name, own in names_of(came.update, model).items() if name != own}
+    ours = "net." if isinstance(model, LanguageModel) else ""  # our wrapper's prefix is no difference
+    names = {
+        name: own for name, own in names_of(came.update, model).items() if name not in (own, own.removeprefix(ours))
+    }
     if names and not all(name.isdecimal() for name in names):
         name, own = next(iter(names.items()))
         draft.note(

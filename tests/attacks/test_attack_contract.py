@@ -257,7 +257,10 @@ def test_an_attack_gets_no_truth() -> None:
     assert fields == {
         *("round", "client", "clients", "params", "update", "buffers", "model", "chain", "shape", "classes"),
         *("batch_size", "mean", "std", "labels", "label_kind", "auxiliary", "loss", "text", "columns", "plain"),
-        *("correction", "returned"),  # from the server's own weights and the client's earlier updates; what it sent back
+        *(
+            "correction",
+            "returned",
+        ),  # from the server's own weights and the client's earlier updates; what it sent back
         *("low", "high"),  # the range of the auxiliary examples
     }
     for name in ATTACKS:
