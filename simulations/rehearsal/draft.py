@@ -204,10 +204,11 @@ def write_draft(
     draft.add("[audit]", "attacks that fit, in minutes", effort="quick", executor="local")
     if form.language and not form.language["tokenizer"]:
         draft.note("tokenizer", "the app's tokenizer was not found; reports show token ids as words")
+    known = {"values"} if form.next_token else set()  # the loss of words reads all but the last output
     for rounds_of in observed.clients.values():
         for facts in rounds_of:
             for code, words in facts["notes"].items():
-                if code not in {problem.code for problem in draft.problems}:
+                if code not in known | {problem.code for problem in draft.problems}:
                     draft.note(code, words)
 
 

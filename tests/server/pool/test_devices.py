@@ -139,7 +139,7 @@ def test_two_devices_share_waves_and_score_as_one(kit: Any, tmp_path: Path) -> N
     ("error", "why"),
     [
         ("one problem", "attacked on the CPU: a single problem"),
-        ("the wave", "attacked on the CPU: the wave"),
+        ("the wave", "attacked on the CPU: the batch of updates"),
         ("lost", "attacked on the CPU: lazy:0 raised RuntimeError: CUDA error"),
         ("foreign", "attacked on the CPU: lazy:0 raised TypeError"),
     ],
@@ -254,7 +254,7 @@ def test_the_named_devices_get_workers(
     ("devices", "words"),
     [
         ("cuda:3", "sees 3 GPUs"),
-        ("gpu", "there is no device 'gpu'"),
+        ("gpu", "no device 'gpu'"),
     ],
 )
 def test_a_device_that_is_not_there_is_a_mistake(three_gpus: None, devices: Any, words: str) -> None:
