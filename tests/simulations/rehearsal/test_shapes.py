@@ -99,7 +99,7 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
         pytest.param("own_head", "private", True, marks=FULL),
         pytest.param("sentences", "tokenizer", True, marks=FULL),
         pytest.param("next_words", "tokenizer", True, marks=FULL),
-        pytest.param("lora", "tokenizer", True, marks=FULL),
+        pytest.param("lora", "tokenizer names", True, marks=FULL),
         pytest.param("trainer", "", True, marks=FULL),
         pytest.param("groups", "groups", False, marks=FULL),
         pytest.param("private", "noise", False, marks=FULL),
