@@ -32,7 +32,8 @@ SETTINGS = {"sgd": ("momentum", "nesterov"), "adam": ("betas", "eps"), "adamw": 
 UNSUPPORTED = ("dampening", "amsgrad", "maximize", "centered", "lr_decay", "alpha")
 LIBRARIES = {"torchvision", "timm"}  # whose networks have components of their own
 AT_LEAST = 200  # public examples, repeated where the observed ones are fewer: shards want more than they use
-PLAIN = {"optimizer": "SGD", "groups": [{"lr": 1.0}], "passes": 1, "max_norm": None}  # a step without torch.optim
+# a step without torch.optim; its rate is small, so that the fitted one is near already after one try
+PLAIN = {"optimizer": "SGD", "groups": [{"lr": 2.0**-10}], "passes": 1, "max_norm": None}
 
 
 class Line(NamedTuple):
