@@ -169,7 +169,7 @@ class Chain:
         """
         found = [link for link in self.links if isinstance(link, local_sgd)]
         if len(found) != 1:
-            raise ValueError(f"a chain needs exactly one local_sgd or local_training, this one has {len(found)}")
+            raise ValueError(f"a chain needs one local_sgd, local_training or scaffold; this one has {len(found)}")
         return found[0]
 
 

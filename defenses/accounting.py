@@ -90,7 +90,7 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
             raise NoGuarantee(f"no epsilon: layer {name!r} (BatchNorm in train mode) sends statistics without noise")
     local, links = chain.local, list(_acting(chain))
     if not any(_width(link) > 0 for link, _ in links):
-        raise NoGuarantee("the chain adds no noise that it declares, so it has no epsilon")
+        raise NoGuarantee("the chain declares no noise, so it has no epsilon")
     largest = min(local.batch_size or batch_size, batch_size)
     size = batch_size % largest or largest  # an epoch's last batch may be smaller, and an example counts for more in it
     record = client = math.inf
@@ -149,7 +149,7 @@ def _flat(links: Sequence[Transform], each: bool = False) -> Iterator[tuple[Tran
 
 
 def _width(link: Transform) -> float:
-    """The noise that a link adds and does nothing else; NaN if it adds none, or does not declare any."""
+    """The noise of a link that only adds noise; NaN if it adds none, or does not declare any."""
     noise = _noise(link)
     if isinstance(link, gaussian | laplace) or (noise.noisy and is_identity(noise_free(link))):
         return noise.sigma or noise.scale

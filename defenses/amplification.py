@@ -1,4 +1,4 @@
-"""Privacy amplification: what rounds lose that each use a secret random part of the records, computed numerically, and tightly.
+"""Privacy amplification: the tight numerical privacy loss of rounds that each use a secret random part of the records.
 
 Renyi divergences of such rounds (Wang et al., 2019) give bounds several times as large.
 """

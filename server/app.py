@@ -165,7 +165,7 @@ def _of_sums(intake: RoundReplies, protocol: Protocol) -> RoundReplies:
 
 
 def _note_start(ledger: Ledger, done: int, flower_run: int) -> None:
-    """Note which of Flower's runs trains from here on, and that clients may have answered the round before its start already.
+    """Note which Flower run trains from here on, and that clients may already have answered the round before it started.
 
     Args:
         done: the last round that counts; later ones that were recorded are counted where they are deleted.

@@ -2,7 +2,7 @@
 
     grid = tap(grid, "audit.toml", "runs/theirs")     # in the ServerApp's main, before anything is sent
 
-It never changes, drops, delays or reorders a message. Nothing in it raises into the app or draws from a global random generator:
+It never changes, drops or reorders a message. Once set up, it neither raises into the app nor draws from a global generator:
 what cannot be recorded is left out, logged once as a warning, and kept in the ledger, so that `fedgauge audit` repeats it.
 """
 

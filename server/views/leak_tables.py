@@ -57,7 +57,7 @@ def rounds_table(reading: RunSnapshot) -> Table:
     )
     columns = [
         Column("round", "round", "count"),
-        Column("before", f"{kind.utility} attacked", "number", 1, fraction=True),
+        Column("before", f"{kind.utility} before", "number", 1, fraction=True),
         Column("accuracy", kind.utility, "number", 1, fraction=True),
         ATTACK,
         *leak_columns(by, by.name),

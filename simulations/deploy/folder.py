@@ -60,7 +60,7 @@ class Deployment:
             SpecError: the folder is not empty, or the scenario is wrong.
         """
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise SpecError(f"{folder} is a file, or is not empty: name a folder that does not exist yet")
+            raise SpecError(f"{folder} is a file or is not empty: name a new or empty folder")
         checked = Scenario.load(scenario, [f"clients={clients}"])
         check_deployable(checked)
         try:

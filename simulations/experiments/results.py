@@ -175,7 +175,7 @@ def compared(files: Mapping[str, Mapping[str, Any]]) -> Table:
         shared = other["computed"].keys() & head["computed"].keys()
         differ += [key for key in shared if other["computed"][key] != head["computed"][key]]
         if differ:
-            raise SpecError(f"{first} and {name} do not compare: they differ in the settings of {differ[0]}")
+            raise SpecError(f"{first} and {name} cannot be compared: their settings of {differ[0]} differ")
     found: dict[tuple[str, str, str], dict[str, ComparedFigure]] = {}
     for name, kept in files.items():
         for row in rows_of(kept, ComparedFigure, name):

@@ -129,7 +129,7 @@ def test_every_point_has_its_epsilon(
     assert "for one record replaced" in told["words"]
     signed = get("/api/runs/signed/overview")["privacy"]
     assert (signed["record"], signed["client"], signed["delta"]) == (None, None, 1e-5)
-    assert signed["words"] == "Differential privacy: the chain adds no noise that it declares, so it has no epsilon."
+    assert signed["words"] == "Differential privacy: the chain declares no noise, so it has no epsilon."
     page = get("/api/compare?runs=private,signed")
     points = records(page["points"])
     assert {(p["run"], p["epsilon"]) for p in points} == {("private", told["record"]), ("signed", None)}

@@ -72,7 +72,7 @@ def test_epsilons_have_the_requested_delta(kit: Any) -> None:
 
 
 @pytest.mark.parametrize(("chain", "privacy", "message"), [
-    (NOISY[:1], {}, r"\[privacy\]: the chain adds no noise that it declares, so it has no epsilon"),
+    (NOISY[:1], {}, r"\[privacy\]: the chain declares no noise, so it has no epsilon"),
     ([NOISY[0], {"use": "sign"}], {"delta": 1e-6}, r"\[privacy\]: the chain adds no noise"),
     ([NOISY[0], NOISY[2]], {}, r"\[privacy\]: no epsilon: noise \(gaussian\) without a clip before it bounds nothing"),
     (NOISY, {"delta": 0}, r"\[privacy\]: delta must be above 0 and below 1, got 0"),
@@ -154,7 +154,7 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
         ({"model": {"use": "mlp", "hidden": [2**63]}}, "[model]: hidden[0] must fit in 64 bits"),
         ({"simulation": {"round_timeout": 0}}, "[simulation]: round_timeout must be above 0, got 0.0"),
         ({"stragglers": {"probability": 1.0}}, "[stragglers]: probability must be in [0, 1), got 1.0"),
-        ({"chain": [CLIP]}, "[[chain]]: a chain needs exactly one local_sgd or local_training"),
+        ({"chain": [CLIP]}, "[[chain]]: a chain needs one local_sgd, local_training or scaffold"),
         (
             {"chain": [{"use": "clip", "max_nrom": 1.0}, SGD]},
             "[[chain]] #1: clip() has no argument 'max_nrom' (it has: max_norm, each)",
