@@ -333,7 +333,8 @@ from pathlib import Path
 
 argparse.ArgumentParser().parse_args()
 Path(__file__).with_name("log.txt").write_text("started")
-Path("rate.txt").open("a").write("  ")
+with Path("rate.txt").open("a") as file:
+    file.write("  ")
 """
     },
     # --------------------------------------------------------------------------------------- nothing to attack
