@@ -67,7 +67,7 @@ class MembershipResult:
         return self.word == "leaks"
 
     def __str__(self) -> str:
-        words = f"the test {self.attack!r} ranks a member above a non-member in {percent(self.area)} of all pairs"
+        words = f"the test {self.attack!r} ranks a member above a non-member in {percent(self.area, 1)} of pairs"
         words += f" (baseline {self.baseline}: {percent(self.floor)})"
         words += f"; at 1 % false positives it detects {self.hits} members" if self.hits is not None else ""
         return words + (f"; the noise of one update allows {percent(self.limit)}" if self.limit is not None else "")

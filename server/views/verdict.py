@@ -216,7 +216,7 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
         apart = f"95 % interval of the difference {ends} from {many(e.clusters, 'client')}"
     budget, all_of = reading.ledger.planned()[e.attack].budget, f"over {e.n} {by.private}s"
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
-    yield f"its hardest baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
+    yield f"its best baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
     if e.exact:
         yield f"{e.exact} of them come back exactly"
     if e.identified is not None:
