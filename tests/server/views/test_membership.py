@@ -63,7 +63,7 @@ def test_the_numbers_of_a_test_are_means_over_members(tmp_path: Path) -> None:
     row, guess = membership_table(LedgerAlone(ledger)).records
     shown = {"n": 6, "mean": pytest.approx(0.9), "detected_at_1_percent": (3, 6)}
     assert row == row | shown and (guess["test"], guess["kind"]) == ("label_frequency", "baseline")
-    assert "'membership'" in told.sentence and "90\u00a0%" in told.sentence
+    assert "'membership'" in told.sentence and "90.0\u00a0%" in told.sentence
 
 
 def test_chance_leaks_rarely(tmp_path: Path) -> None:
