@@ -73,7 +73,7 @@ def test_epsilons_have_the_requested_delta(kit: Any) -> None:
 
 @pytest.mark.parametrize(("chain", "privacy", "message"), [
     (NOISY[:1], {}, r"\[privacy\]: the chain declares no noise, so it has no epsilon"),
-    ([NOISY[0], {"use": "sign"}], {"delta": 1e-6}, r"\[privacy\]: the chain adds no noise"),
+    ([NOISY[0], {"use": "sign"}], {"delta": 1e-6}, r"\[privacy\]: the chain declares no noise"),
     ([NOISY[0], NOISY[2]], {}, r"\[privacy\]: no epsilon: noise \(gaussian\) without a clip before it bounds nothing"),
     (NOISY, {"delta": 0}, r"\[privacy\]: delta must be above 0 and below 1, got 0"),
     (NOISY, {"epsilon": 3}, r"\[privacy\]: unknown key 'epsilon' \(it has: delta\)"),
