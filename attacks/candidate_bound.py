@@ -106,7 +106,8 @@ def _isometric(rows: Tensor) -> Tensor:
     for part in centred.split(2**16, 1):
         gram += part.double() @ part.double().T
     squares, axes = torch.linalg.eigh(gram)
-    return axes * squares.clamp_min(0).sqrt()
+    points: Tensor = axes * squares.clamp_min(0).sqrt()
+    return points
 
 
 def _noise(rows: Tensor, noise: UpdateDistribution, rng: Generator) -> Tensor:
@@ -130,6 +131,7 @@ def _log_likelihood(seen: Tensor, rows: Tensor, noise: UpdateDistribution) -> Te
 def _log_above(value: Tensor, noise: UpdateDistribution) -> Tensor:
     """The log probability that a value with noise of width 1 is above 0."""
     if noise.sigma > 0:
-        return torch.special.log_ndtr(value)
+        above: Tensor = torch.special.log_ndtr(value)
+        return above
     tail = -value.abs() - math.log(2)
     return torch.where(value > 0, torch.log1p(-tail.exp()), tail)

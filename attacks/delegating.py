@@ -28,7 +28,8 @@ class DelegatingAttack(Attack):
         """The attack that does the work."""
         if isinstance(self.attack, Attack):
             return self.attack
-        return build({"use": self.attack} if isinstance(self.attack, str) else self.attack, "attack", ATTACK)
+        built: Attack = build({"use": self.attack} if isinstance(self.attack, str) else self.attack, "attack", ATTACK)
+        return built
 
     @property
     def on_cpu(self) -> bool:

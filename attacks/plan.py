@@ -106,15 +106,18 @@ class PlannedAttack:
     def images(self, where: str = "[[attack]]") -> Auxiliary:
         """Return the auxiliary images it has; a SpecError names the fault in the table."""
         arguments = check_arguments(Auxiliary, self.auxiliary or {}, f"{where}: auxiliary")
-        return call(Auxiliary, arguments, f"{where}: auxiliary")
+        auxiliary: Auxiliary = call(Auxiliary, arguments, f"{where}: auxiliary")
+        return auxiliary
 
     def build(self) -> Attack:
         """The attack itself."""
         where = f"[[attack]] {self.name}"
         if self.is_limit:
             arguments = {k: v for k, v in self.table.items() if k != "use"}
-            return call(LIMITS[self.name], check_arguments(LIMITS[self.name], arguments, where), where)
-        return build(self.table, where, self.kind)
+            limit: Measure = call(LIMITS[self.name], check_arguments(LIMITS[self.name], arguments, where), where)
+            return limit
+        built: Attack = build(self.table, where, self.kind)
+        return built
 
     @property
     def is_baseline(self) -> bool:
@@ -265,7 +268,8 @@ class AttackPlan(Checked):
             for value in arguments.get(key) or ():
                 if not low <= value <= high:
                     raise SpecError(f"[audit]: {key} must be in {low}..{high}, got {value}")
-        return call(cls, arguments, "[audit]")
+        plan: AttackPlan = call(cls, arguments, "[audit]")
+        return plan
 
     def attacks_round(self, round: int) -> bool:
         """Return whether the plan attacks a round (1-based)."""

@@ -136,13 +136,15 @@ def findings_of_batch(
             slope = derivative(known, outputs, features[:, :-1] @ layer.T + offset, y).detach()
         off = (slope.T @ features - gradient).norm() / gradient.norm()
         if float(off) < PROVEN and float((features[:, -1] - 1).abs().max()) < PROVEN:
-            return y.float()
+            found: Tensor = y
+            return found.float()
     return every[chosen[order[0]]].float()
 
 
 def _distance(off: Tensor, spread: Tensor) -> Tensor:
     """Squared lengths (N,) of vectors (N, D) in units of their covariance (D, D)."""
-    return (off @ torch.linalg.inv(spread) * off).sum(1)
+    each: Tensor = off @ torch.linalg.inv(spread) * off
+    return each.sum(1)
 
 
 def like_two_logits(known: Knowledge, outputs: Outputs) -> bool:

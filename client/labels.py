@@ -252,9 +252,8 @@ class Mask(LabelKind):
 
     def relaxed(self, free: Tensor) -> Tensor:
         if self.binary:
-            return free.unflatten(-1, self._size).sigmoid()
-        classes = free.shape[-1] // math.prod(self._size)
-        return free.unflatten(-1, (classes, *self._size)).softmax(-1 - len(self._size))
+            return free.view(*free.shape[:-1], *self._size).sigmoid()
+        return free.view(*free.shape[:-1], -1, *self._size).softmax(-1 - len(self._size))
 
     def decided(self, y: Tensor) -> Tensor:
         if self.binary:
@@ -281,7 +280,8 @@ class Mask(LabelKind):
         each = [
             (shares >= least).to(public.dtype) for least in shares.quantile(torch.linspace(0.05, 0.95, 19)).unique()
         ]
-        return max(each, key=lambda y: _overlap(public, y.expand_as(public))).expand(count, *self._size)
+        best: Tensor = max(each, key=lambda y: _overlap(public, y.expand_as(public)))
+        return best.expand(count, *self._size)
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
         return {self.metric: _overlap(*_paired(truth.float(), guess.float()))}

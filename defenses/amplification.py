@@ -66,4 +66,5 @@ def sampled_delta(epsilons: NDArray[np.float64], part: float, noise: float) -> N
     whole = size - math.log(part) + np.log1p((part - 1) * np.exp(-size))
     half, shift = 1 / (2 * noise), whole * noise
     deltas = part * np.maximum(ndtr(half - shift) - np.exp(np.minimum(whole + log_ndtr(-half - shift), 0)), 0)
-    return np.where(epsilons >= 0, deltas, -np.expm1(-size) + np.exp(-size) * deltas)
+    found: NDArray[np.float64] = np.where(epsilons >= 0, deltas, -np.expm1(-size) + np.exp(-size) * deltas)
+    return found

@@ -164,7 +164,8 @@ def _with_sign(number: int, x: Tensor, plus: bool) -> Tensor:
             return torch.where(high > low, (x - low) / torch.where(high > low, high - low, 1), x)
     import torchvision.transforms.v2.functional as tv
 
-    return tv.equalize(x) if name == "equalize" else tv.rotate(x, size, fill=[128 / 255] * x.shape[-3])
+    rotated: Tensor = tv.equalize(x) if name == "equalize" else tv.rotate(x, size, fill=[128 / 255] * x.shape[-3])
+    return rotated
 
 
 def _without(name: str, x: Tensor) -> Tensor:

@@ -33,14 +33,16 @@ class RandomBits:
         """Uniform whole numbers in [0, 2^exponent), (count,); exponent at most 62."""
         size = next(size for size in (1, 2, 4, 8) if exponent <= 8 * size)
         words = np.frombuffer(self._stream.update(bytes(size * count)), f"<u{size}").astype(np.int64)
-        return words & (2**exponent - 1)
+        found: Whole = words & (2**exponent - 1)
+        return found
 
     def one_in(self, k: int, count: int) -> Flags:
         """True with probability 1 / k, (count,); k at most 256."""
         drawn, equal = self.below(8, count), 256 // k * k
         while (over := drawn >= equal).any():
             drawn[over] = self.below(8, int(over.sum()))
-        return drawn % k == 0
+        found: Flags = drawn % k == 0
+        return found
 
     def exp_minus(self, numerators: Whole, exponent: int) -> Flags:
         """True with probability exp(-numerator / 2^exponent), for each numerator in [0, 2^exponent] (algorithm 1)."""
@@ -87,7 +89,8 @@ def _laplace(bits: RandomBits, proposals: int) -> Whole:
         turns[running] += 1
     sizes, negative = rest + STEPS * turns, bits.below(1, len(rest)) == 1
     twice = negative & (sizes == 0)  # zero has one sign
-    return np.where(negative, -sizes, sizes)[~twice]
+    found: Whole = np.where(negative, -sizes, sizes)[~twice]
+    return found
 
 
 def _normal(bits: RandomBits, proposals: int) -> Whole:

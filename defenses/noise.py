@@ -137,6 +137,7 @@ class discrete(_Noise):
         def noisy(t: Tensor) -> Tensor:
             drawn = torch.from_numpy(draws(bits, t.numel())).reshape(t.shape).to(t.device)
             # in double precision sums of whole numbers are exact; rounding such a sum to t's precision reveals no more than it
-            return (((t.double() / step).round() + drawn) * step).to(t.dtype)
+            found: Tensor = (((t.double() / step).round() + drawn) * step).to(t.dtype)
+            return found
 
         return {k: noisy(t) for k, t in update.items()} if step else dict(update)

@@ -201,4 +201,5 @@ def _first_accepted(missing: Tensor, scale: float, rng: Generator | None) -> Ten
 def _laplace(n: int, scale: float, rng: Generator | None) -> Tensor:
     """(n,) draws: the difference of two exponential ones."""
     first, second = torch.rand(2, n, generator=rng, dtype=torch.float64).clamp_min(1e-300).log().neg()
-    return scale * (first - second)
+    found: Tensor = scale * (first - second)
+    return found

@@ -65,7 +65,8 @@ class _VariationalBottleneck(StochasticLayer):
         noise = self.noise
         if noise is None and self.rng is not None:
             noise = torch.randn(mu.shape, generator=self.rng, dtype=mu.dtype).to(mu.device)
-        return self.decoder(mu if noise is None else mu + sigma * noise)
+        found: Tensor = self.decoder(mu if noise is None else mu + sigma * noise)
+        return found
 
 
 def _divergence(mu: Tensor, sigma: Tensor) -> Tensor:

@@ -401,7 +401,8 @@ def _opened(member: ClientSession, other: int, sealed: bytes) -> bytes:
     from cryptography.exceptions import InvalidTag
 
     try:
-        return _cipher(member, other, sends=False).decrypt(NONCE, sealed, None)
+        share: bytes = _cipher(member, other, sends=False).decrypt(NONCE, sealed, None)
+        return share
     except InvalidTag:
         raise Refused(f"client {other}'s share was not encrypted for this session, or was changed on its way") from None
 

@@ -85,10 +85,12 @@ class soteria(Link):
 
             def norms(feature: Tensor) -> Tensor:
                 (slope,) = back(feature.expand_as(r))
-                return slope.flatten(1).norm(dim=1)
+                size: Tensor = slope.flatten(1).norm(dim=1)
+                return size
 
             jacobian = vmap(norms, out_dims=1, chunk_size=max(1, CHUNK // len(x)))(eye)  # (B, k)
-        return (jacobian / (r + OFFSET)).sum(0).detach()
+        found: Tensor = (jacobian / (r + OFFSET)).sum(0).detach()
+        return found
 
     def _representation(self, params: Params, x: Tensor) -> Tensor:
         """The layer's input (B, k)."""

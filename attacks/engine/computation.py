@@ -304,4 +304,5 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 def _noise(p: Tensor, rng: torch.Generator) -> Tensor:
     fan_in = max(1, p.numel() // max(1, len(p))) if p.dim() > 1 else 1
-    return PERTURBED / fan_in**0.5 * torch.randn(p.shape, generator=rng).to(p)
+    noise: Tensor = PERTURBED / fan_in**0.5 * torch.randn(p.shape, generator=rng).to(p)
+    return noise

@@ -52,7 +52,8 @@ class SparseMixture:
 
     def noise(self, directions: Tensor) -> Tensor:
         """(N, 1) standard deviation of the noise in L q."""
-        return (directions * self.blur).norm(dim=1, keepdim=True)
+        noise: Tensor = (directions * self.blur).norm(dim=1, keepdim=True)
+        return noise
 
     def silence(self, directions: Tensor) -> Tensor:
         """(N, 1) entries of L q below this are nearly silent."""

@@ -103,7 +103,8 @@ class _Mixture:
     def inputs(self, columns: Tensor) -> Tensor:
         """X (B, n), from columns of Q (B, B) of any length: the bias gradient is the sum of the error signals."""
         lengths = torch.linalg.solve(columns, self.left.T @ self.bias)
-        return torch.linalg.solve(columns * lengths, self.right)
+        inputs: Tensor = torch.linalg.solve(columns * lengths, self.right)
+        return inputs
 
 
 Guess = tuple[Tensor | None, int]  # columns of Q (B, B) of any length, None: none yet; and the iterations spent so far

@@ -47,7 +47,8 @@ class CarriedInputNetwork(nn.Module):
         self.pixels = pixels
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(torch.cat([self.features(x), x.flatten(1)], 1))
+        logits: Tensor = self.classifier(torch.cat([self.features(x), x.flatten(1)], 1))
+        return logits
 
     def image(self, inputs: Tensor, params: Params) -> Tensor:
         """The network's input (n, pixels), from the classifier's inputs."""
@@ -85,7 +86,8 @@ class ReversibleNetwork(nn.Module):
         still, moved = F.pixel_unshuffle(x, 2).chunk(2, 1)
         for block in self.blocks:
             still, moved = moved + block(still), still
-        return self.classifier(torch.cat([still, moved], 1).flatten(1))
+        logits: Tensor = self.classifier(torch.cat([still, moved], 1).flatten(1))
+        return logits
 
     def image(self, inputs: Tensor, params: Params) -> Tensor:
         """The network's input (n, pixels), from the classifier's inputs: each block's sum is undone."""

@@ -56,7 +56,8 @@ class SortingBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # the mean: if each row had its own weight, local steps would make their error signals differ
         added = self.back(F.relu(self.query(self.kernels(x).flatten(1))).mean(1, keepdim=True))
-        return self.rest(x + added.view_as(x))
+        logits: Tensor = self.rest(x + added.view_as(x))
+        return logits
 
 
 def imprint_block(model: nn.Module, shape: Shape, bins: int = 64) -> SortingBlock:

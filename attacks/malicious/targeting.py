@@ -65,7 +65,8 @@ class TargetedServerAttack:
     @property
     def server_attack(self) -> ServerAttack:
         """A new instance: it keeps nothing between rounds."""
-        return build(self.table, "[[server_attack]]", SERVER_ATTACK)
+        built: ServerAttack = build(self.table, "[[server_attack]]", SERVER_ATTACK)
+        return built
 
     def __str__(self) -> str:
         targeting = self.targeting

@@ -38,7 +38,8 @@ class MembershipTest:
     @cached_property
     def rows(self) -> Tensor:
         """(R,) the training examples among the candidates, which come before the strangers."""
-        return torch.cat([rows(c) for c in self.clients for rows in (self._batch, self._held)]).unique()
+        found: Tensor = torch.cat([rows(c) for c in self.clients for rows in (self._batch, self._held)]).unique()
+        return found
 
     @cached_property
     def strangers(self) -> Batch:

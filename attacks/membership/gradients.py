@@ -109,7 +109,8 @@ class CandidateGradients:
         return gradients(self.known.model, self.params, x, part.y[:, None], 1.0, factors, self.known.loss)
 
     def _logits(self, params: Params, x: Tensor) -> Tensor:
-        return functional_call(self.known.model, params, (self.known.normalise(x),))
+        logits: Tensor = functional_call(self.known.model, params, (self.known.normalise(x),))
+        return logits
 
     def _parts(self) -> Iterator[Batch]:
         return (

@@ -58,7 +58,8 @@ def matched_filter(scoring: Scoring) -> Tensor:
 def cosine(scoring: Scoring) -> Tensor:
     """The cosine of gradient and -update (Li et al., 2023)."""
     sizes = flattened(scoring.wave.update).double().norm(dim=1, keepdim=True)
-    return matched_filter(scoring) / sizes.clamp_min(TINY)
+    found: Tensor = matched_filter(scoring) / sizes.clamp_min(TINY)
+    return found
 
 
 def gradient_difference(scoring: Scoring) -> Tensor:

@@ -19,7 +19,7 @@ from fedgauge.attacks.matching.gradient_matching import EveryRestart, GradientMa
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import SearchFails
 from fedgauge.attacks.matching.search import AdamSearch
-from fedgauge.client.components import check_above_zero
+from fedgauge.client.components import Positive
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.pairing import assigned
 
@@ -39,14 +39,11 @@ class tableak(Attack):
         pool: the median over restarts; otherwise the restart with the lowest objective.
     """
 
-    rate: float = 0.06
+    rate: Positive = 0.06
     softmax: bool = True
     pool: bool = True
 
     needs_rows: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "rate")
 
     needs_derivative = True
 

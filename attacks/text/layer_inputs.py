@@ -60,7 +60,8 @@ def first_inputs(model: LanguageModel, params: Mapping[str, Tensor], words: Tens
 def head(model: LanguageModel) -> nn.Module:
     """The module that computes the words' logits; with tied embeddings the weight has another module's name."""
     net: Any = model.net
-    return net.get_output_embeddings()
+    module: nn.Module = net.get_output_embeddings()
+    return module
 
 
 def logits_along(

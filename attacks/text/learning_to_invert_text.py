@@ -154,7 +154,8 @@ class SentenceNetwork(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         vectors = self.body((rows - self.mean) / self.deviation)
-        return self.words(vectors.view(len(rows), *self.size))
+        logits: Tensor = self.words(vectors.view(len(rows), *self.size))
+        return logits
 
 
 def matched_nll(logits: Tensor, truth: Tensor) -> Tensor:

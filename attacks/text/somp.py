@@ -83,7 +83,8 @@ def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) 
         values, basis = torch.linalg.svd(rows, full_matrices=False)[1:]
         basis = basis[values > ROUNDING * values[0]]
         total += basis.mT @ basis
-    return torch.linalg.inv(total * (width / total.trace()) + RIDGE * torch.eye(width).to(total))
+    inverse: Tensor = torch.linalg.inv(total * (width / total.trace()) + RIDGE * torch.eye(width).to(total))
+    return inverse
 
 
 def _heads(model: LanguageModel) -> int:

@@ -255,7 +255,8 @@ def _distances(basis: Tensor, atoms: Tensor, chosen: Sequence[int]) -> Tensor:
     rest = torch.linalg.qr((basis - basis @ kept @ kept.mT).mT).Q
     outside = left - left @ rest @ rest.mT
     gone = left.norm(dim=1) <= EXPLAINED * atoms.norm(dim=1)  # it says nothing about the basis
-    return (outside.norm(dim=1) / left.norm(dim=1)).masked_fill(gone, torch.inf)
+    relative: Tensor = (outside.norm(dim=1) / left.norm(dim=1)).masked_fill(gone, torch.inf)
+    return relative
 
 
 def block_span(

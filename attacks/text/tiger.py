@@ -98,7 +98,8 @@ class Subspace:
         inner = unit @ unit.mT + RIDGE * torch.eye(unit.shape[-2]).to(unit)
         cross = unit @ self.basis.mT
         explained = (cross * torch.linalg.solve(inner, cross)).sum(-2)
-        return ((1 - explained) * self.weights).sum(-1) / self.weights.sum()
+        missing: Tensor = ((1 - explained) * self.weights).sum(-1) / self.weights.sum()
+        return missing
 
 
 Spaces = Mapping[str, Subspace]  # by a weight of the map whose inputs they are about, in the order of the blocks

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.client.components import (
+    Checked,
     ComponentKind,
+    NotNegative,
+    Positive,
     SpecError,
     Table,
     call,
-    check_above_zero,
     check_arguments,
     own_line,
     resolve,
@@ -38,7 +40,7 @@ IGNORED = -100  # the label of a token that nothing is learnt from
 SAME = 1e-4  # relative difference up to which two values of a loss are one
 
 
-class Criterion(ABC):
+class Criterion(Checked, ABC):
     """A loss that a scenario can name: a frozen dataclass with its arguments as fields.
 
     Attributes:
@@ -92,11 +94,7 @@ class focal(Criterion):
         gamma: at least 0; 0: the cross-entropy.
     """
 
-    gamma: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.gamma < 0:
-            raise ValueError(f"gamma must be at least 0, got {self.gamma}")
+    gamma: NotNegative = 2.0
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         log = logits.log_softmax(-1)
@@ -133,10 +131,7 @@ class huber(Criterion):
         delta: above 0.
     """
 
-    delta: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_above_zero(self, "delta")
+    delta: Positive = 1.0
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         off = (logits - _target(logits, y)).abs()

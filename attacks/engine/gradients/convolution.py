@@ -129,7 +129,8 @@ class Adjoint(Function):
         if windows.regular:  # an ordinary convolution, which has faster kernels
             margin = [k - 1 - m for k, m in zip(windows.kernel, windows.padding, strict=True)]
             return F.conv2d(signal, weight.flip(2, 3).transpose(0, 1), None, 1, margin)
-        return nn_grad.conv2d_input(windows.shape, weight, signal, windows.stride, windows.padding)
+        by_input: Tensor = nn_grad.conv2d_input(windows.shape, weight, signal, windows.stride, windows.padding)
+        return by_input
 
     @staticmethod
     @once_differentiable

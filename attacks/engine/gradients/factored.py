@@ -129,8 +129,10 @@ def flattened(update: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def apply(function: type[Function], *arguments: Any) -> Tensor:
-    return function.apply(*arguments)
+    applied: Tensor = function.apply(*arguments)
+    return applied
 
 
 def apply_two(function: type[Function], *arguments: Any) -> tuple[Tensor, Tensor]:
-    return function.apply(*arguments)
+    applied: tuple[Tensor, Tensor] = function.apply(*arguments)
+    return applied
