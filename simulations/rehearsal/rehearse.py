@@ -161,8 +161,8 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         n = scenario.federation.shards.batch_size
         for node in attacked if truth else ():
             trained = [row["round"] for row in rows if row["client"] == numbers[node]]
-            for round, facts in zip(trained, observed.clients[node], strict=False):
-                _write_truth(run.folder / "truth", node, round, *(part[:n] for part in _examples(facts, form, target)))
+            for number, facts in zip(trained, observed.clients[node], strict=False):
+                _write_truth(run.folder / "truth", node, number, *(part[:n] for part in _examples(facts, form, target)))
         fit = int(SEVERAL / max(seconds, 1e-9))  # updates
         if not kept and fit < len(attacked) * len(own):
             some = sorted(numbers[node] for node in attacked)[: max(1, fit)]

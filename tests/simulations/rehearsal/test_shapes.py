@@ -216,3 +216,12 @@ def test_no_truth_is_written_unless_wanted(tmp_path: Path) -> None:
     (run,) = (tmp_path / "runs").iterdir()
     assert not (run / "truth").exists()
     assert not any(metric == "psnr" for *_, metric, _value in scores_of(Run.open(run)))
+
+
+@FULL
+def test_searches_of_a_slow_network_have_fewer_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedgauge.simulations.rehearsal.rehearse.SLOW", 1e-9)
+    found = rehearsed(app_of("frozen", tmp_path))
+    assert "cost" in [problem.code for problem in found.draft.problems]
+    attacks = tomllib.loads(found.draft.text())["attack"]
+    assert [attack["iterations"] for attack in attacks if "iterations" in attack] == [10]
