@@ -94,10 +94,10 @@ def importing(folder: Path) -> list[Path]:
 
 
 def mirror(folder: Path, to: Path) -> None:
-    """Copy an app's small files and link its large ones: the app finds its files, and changes none of them."""
+    """Copy an app's small files and link its large ones and environments: it finds its files, and changes none of them."""
     for entry in folder.iterdir():
         inner = list(islice(entry.iterdir(), MANY + 1)) if entry.is_dir() and not entry.is_symlink() else None
-        if inner is not None and entry.name[0] not in "._" and len(inner) <= MANY:
+        if inner is not None and entry.name[0] not in "._" and len(inner) <= MANY and entry / "pyvenv.cfg" not in inner:
             (to / entry.name).mkdir()
             mirror(entry, to / entry.name)
         elif inner is None and entry.is_file() and entry.stat().st_size <= SMALL:
