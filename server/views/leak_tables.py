@@ -50,11 +50,8 @@ def rate_of(leak: Leak | None) -> Cell:
 
 def rounds_table(reading: RunSnapshot) -> Table:
     """List each attack in each round, with the best baseline of the round."""
-    kind, by, order = (
-        reading.scores.label_kind,
-        reading.scores.measure,
-        [name for name in reading.order if is_attack(name)],
-    )
+    kind, by = reading.scores.label_kind, reading.scores.measure
+    order = [name for name in reading.order if is_attack(name)]
     columns = [
         Column("round", "round", "count"),
         Column("before", f"{kind.utility} before", "number", 1, fraction=True),
