@@ -68,6 +68,12 @@ LOGITS = 2**24  # computed at once where a network is evaluated
 class Federation:
     """A protocol with its data loaded and split, its model built, and its chain composed.
 
+    Args:
+        protocol: what all parties agree on; its parts are built when they are first used.
+
+    Raises:
+        SpecError: on first use of a part that the protocol describes wrongly; `check` builds all of them.
+
     Example:
         >>> tables = {"rounds": 1, "clients": 4, "data": {"use": "mnist5k", "batch_size": 2}}
         >>> tables |= {"model": {"use": "mlp"}, "chain": [{"use": "local_sgd", "rate": 0.1}]}
@@ -234,7 +240,7 @@ class Federation:
 
     @property
     def sends_buffers(self) -> bool:
-        """Check whether clients update and send the network's buffers: in train mode, unless the chain has private noise.
+        """True if clients update and send the network's buffers: in train mode, unless the chain has private noise.
 
         BatchNorm in train mode is the exception: the trained network needs its statistics, and there is no epsilon then.
         """
@@ -242,11 +248,13 @@ class Federation:
         return self.model.training and (norms or not self.chain.private)
 
     def update_fn(self, memory: TransformState | None = None, client: int | None = None) -> UpdateFn:
-        """The whole client; BatchNorm in train mode updates the model's running statistics.
+        """Return the client as a function `(params, batch, rng) -> update`.
+
+        BatchNorm in train mode updates the model's running statistics.
 
         Args:
             memory: the client's state from earlier rounds, which is updated; None: as in its first round.
-            client: its number, as a canary sends something else; default: one that trains.
+            client: its number, since a canary sends something else; default: a client that trains.
         """
         chain = self.chain
         if client is not None and client in self.protocol.canary_clients and not self.protocol.canary_examples:
@@ -258,7 +266,7 @@ class Federation:
         return canary(at_least_single(self.initial()[0]), generator(self.protocol.seed, "canary", client))
 
     def initial(self) -> tuple[Params, dict[str, Tensor]]:
-        """The weights and floating-point buffers that the federation starts from."""
+        """Return the weights and floating-point buffers that the federation starts from, by name."""
         return detached_params(self.model), floating_buffers(self.model)
 
     def as_seen(self, chain: Chain, members: int) -> Chain:
@@ -279,6 +287,10 @@ class Federation:
         """Compute the server's view of a client in a round: its update, or with [secure_sum] its group's mean.
 
         Args:
+            params: the weights that the server sends.
+            buffers: the buffers that it sends, such as BatchNorm's statistics.
+            client: its number, from 0.
+            round: from 1.
             compute: a client function to use instead of the protocol's, on the same examples and randomness.
         """
         return self.mean_update(params, buffers, self.protocol.members(client, round), round, compute)
@@ -291,7 +303,7 @@ class Federation:
         round: int,
         compute: UpdateFn | None = None,
     ) -> Update:
-        """The mean of these clients' updates in a round."""
+        """Compute the mean of these clients' updates in a round; the arguments are those of `client_update`."""
         updates = [self.own_update(params, buffers, client, round, compute=compute) for client in clients]
         return updates[0] if len(updates) == 1 else average(updates, [1] * len(updates))
 
@@ -307,8 +319,12 @@ class Federation:
         """Compute a client's update in a round, with the simulation's randomness.
 
         Args:
+            params, buffers, client, round: as for `client_update`.
             memory: its state from earlier rounds, which is updated; None: this is its first round.
             compute: used instead of `update_fn(memory)`.
+
+        Returns:
+            Tensors with the names, shapes and dtypes of `params`.
         """
         self.load_buffers(buffers)
         rng = generator(self.protocol.seed, "client", client, round)
@@ -316,7 +332,7 @@ class Federation:
         return {k: t.to(params[k].dtype) for k, t in update.items()}
 
     def trained_on(self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int) -> Batch | None:
-        """`batch_at` after the chain's batch transforms; None if it has none."""
+        """Return `batch_at` after the chain's batch transforms; None if it has none."""
         if not any(isinstance(link, BatchTransform) for link in self.chain.links):
             return None
         self.load_buffers(buffers)
@@ -333,22 +349,28 @@ class Federation:
         return concatenate([batch for batch in found if batch is not None])
 
     def batch_at(self, client: int, round: int) -> Batch:
-        """The private examples behind what the server sees of a client in a round, one client's after the other's."""
+        """Return the private examples behind the server's view of a client in a round.
+
+        Returns:
+            x in [0, 1], (B, *shape), and y, (B, ...). With [secure_sum] these are the examples of the group, client after client.
+        """
         return concatenate([self.shards.batch_at(member, round) for member in self.protocol.members(client, round)])
 
     def rows_at(self, client: int, round: int) -> Tensor:
-        """The rows of these examples among the training images."""
+        """Return the rows of the examples of `batch_at` in the training data."""
         return torch.cat([self.shards.rows_at(member, round) for member in self.protocol.members(client, round)])
 
     def on(self, device: torch.device) -> "Federation":
-        """This federation with a model of its own on a device; the data stay where they are."""
+        """Return a copy with the model on a device; the data is not moved."""
         return self.having(model=copy.deepcopy(self.model).to(device))
 
     def having(self, shards: Shards | None = None, model: nn.Module | None = None, **changes: Any) -> "Federation":
-        """This federation with other examples, another network or another protocol; its chain is built anew.
+        """Return a copy with other examples, another network or another protocol; its chain is built anew.
 
         Args:
-            changes: fields of the protocol; its data and its model are those given here.
+            shards: the examples; default: those of this federation.
+            model: the network; default: that of this federation.
+            changes: other values for fields of the protocol.
         """
         other = Federation(replace(self.protocol, **changes))
         # cached properties live in __dict__
@@ -356,12 +378,15 @@ class Federation:
         return other
 
     def evaluate(self, params: Params, most: int | None = None, chunk: int = 500) -> tuple[float, float]:
-        """Accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
-
-        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; NaN without labels.
+        """Compute accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
 
         Args:
-            most: evaluate only so many test examples; default: all.
+            params: the weights.
+            most: evaluate only this many test examples; default: all.
+            chunk: examples computed at once, at most.
+
+        Returns:
+            The accuracy, 0 to 1, and the loss. For number labels the accuracy is R2, at least 0; without labels it is NaN.
         """
         dataset = self.shards.dataset
         chunk = max(1, min(chunk, LOGITS // (dataset.y_test[0].numel() * dataset.classes)))
@@ -391,7 +416,14 @@ class Federation:
         return {k: sent[k] if k in sent and self.chain.stays(k) else t for k, t in moved.items()}
 
     def check(self) -> "Federation":
-        """Build every part, so that mistakes are reported before anything starts."""
+        """Build every part, so that mistakes are reported before anything starts.
+
+        Returns:
+            This federation.
+
+        Raises:
+            SpecError: the protocol does not fit together; the message names the table, the mistake and what to write.
+        """
         _ = self.shards, self.model, self.loss, self.chain
         return self
 

@@ -100,9 +100,9 @@ class Protocol:
     """The public part of a scenario; clients get this and nothing else.
 
     Args:
-        seed: everything that is random in a simulation follows from it; at least 0.
-        rounds: how many rounds of training, at least 1.
-        clients: how many, at least 1.
+        seed: determines all randomness of a simulation; at least 0.
+        rounds: number of training rounds, at least 1.
+        clients: number of clients, at least 1.
         data, model, chain: component tables; a chain table may say each = true (per example), the model's table
             weights = "a.safetensors": the initial weights, a path relative to the current folder.
         stragglers: which clients miss rounds.
@@ -110,6 +110,9 @@ class Protocol:
         loss: component table of what clients minimise.
         guard: what every client does about the weights that the server sends.
         canaries: which clients send a random direction in place of what they would train, or hold canary examples; None: none.
+
+    Raises:
+        SpecError: too many canaries, or groups of a secure sum that do not divide the clients.
 
     Example:
         >>> tables = {"rounds": 1, "clients": 4, "data": {}, "model": {}, "chain": [], "secure_sum": {"group": 2}}
@@ -137,10 +140,13 @@ class Protocol:
 
     @classmethod
     def from_tables(cls, spec: Table) -> "Protocol":
-        """From the protocol's tables of a scenario; SpecError names the table and what is wrong.
+        """Read the protocol's tables of a scenario.
+
+        Args:
+            spec: the tables, as `tomllib` parses them; those of other parts are ignored.
 
         Raises:
-            SpecError: a key is missing, unknown or out of its range.
+            SpecError: a key is missing, unknown or out of its range; the message names the table and the mistake.
         """
         for key in ("rounds", "clients", "data", "model", "chain"):
             if key not in spec:
@@ -165,11 +171,11 @@ class Protocol:
 
     @classmethod
     def from_json(cls, text: str) -> "Protocol":
-        """From what `to_json` wrote."""
+        """Read the text that `to_json` wrote."""
         return cls.from_tables(json.loads(text))
 
     def to_json(self) -> str:
-        """One line of JSON, the form in which Flower's run-config carries it to every client.
+        """Return one line of JSON, the form in which Flower's run-config carries it to every client.
 
         Without [model] weights: a path means nothing on another machine, and a server must not make a client read a file.
         Clients and attack workers get the weights and buffers themselves with each round.

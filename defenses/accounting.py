@@ -47,8 +47,9 @@ class Mechanism:
 
     Args:
         noise: its distribution.
-        record, client: the noise's sigma (normal) or scale (Laplace), divided by the largest change of the release if one
-            example, or all of a client's examples, are left out.
+        record: the noise's sigma (normal) or scale (Laplace), divided by the largest change of the release if one example is
+            left out.
+        client: the same if all of a client's examples are left out.
         uses: the most releases of a round that depend on one example.
         releases: the releases of a round.
         sampled: whether a round depends only on the examples of its batch.
@@ -67,7 +68,7 @@ class Mechanism:
 def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> Mechanism:
     """The first clipping and noise of a chain.
 
-    Beside them clients send no buffers (`Federation.sends_buffers`) but those of BatchNorm in train mode.
+    A chain with noise sends no buffers (`Federation.sends_buffers`) except those of BatchNorm in train mode.
 
     If each example is clipped, one example changes the mean of b by at most max_norm / b; if the whole is clipped, the release
     has a norm of at most max_norm. The release is a step's gradient, or after local_sgd the update.
@@ -307,7 +308,10 @@ class PrivacyStatement:
     """The privacy budget of a run, for display.
 
     Args:
-        record, client: None unless an epsilon holds; words: with the reason.
+        record: epsilon if one record is replaced; None: no epsilon holds.
+        client: epsilon if all of a client's data is replaced; None: no epsilon holds.
+        delta: the probability with which the epsilon may fail.
+        words: one sentence with both, or the reason for none.
     """
 
     record: float | None
