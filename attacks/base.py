@@ -285,7 +285,7 @@ class Budget(Checked):
     Args:
         iterations: gradient evaluations, at least 1.
         restarts: independent starts, at least 1; the attack's own objective chooses among them.
-        seconds: of the whole wave, above 0; default: no limit.
+        seconds: for the whole batch of updates, above 0; default: no limit.
 
     Example:
         >>> str(Budget(iterations=1000, restarts=2))
@@ -298,7 +298,7 @@ class Budget(Checked):
 
     def __str__(self) -> str:
         words = f"{_counted(self.iterations, 'iteration')} x {_counted(self.restarts, 'restart')}"
-        return words + (f", at most {self.seconds:g} s a wave" if self.seconds is not None else "")
+        return words + (f", at most {self.seconds:g} s for a batch of updates" if self.seconds is not None else "")
 
 
 def _counted(n: int, noun: str) -> str:

@@ -61,8 +61,8 @@ class membership(Measure):
         scored = [k for k, own in enumerate(scores) if bool(own.isfinite().all())]
         if not scored:
             return {}, {}
-        told = scores[scored], [wave.clients[k] for k in scored]
-        return test.over_rounds(*told) if self.is_stateful else (test.of_updates(*told), {})
+        tested = scores[scored], [wave.clients[k] for k in scored]
+        return test.over_rounds(*tested) if self.is_stateful else (test.of_updates(*tested), {})
 
     def scores(self, wave: Wave, known: Knowledge, candidates: Batch) -> Tensor:
         """Return the membership score of each candidate (N) in each update's batch (K): (K, N) float64.

@@ -164,9 +164,9 @@ def limit(reading: RunSnapshot) -> str:
         "no attack gets above": found.bound,
         "the attack of the least error": found.reached,
     }
-    told = [f"{name} {decibel(value)} dB" for name, value in values.items() if value is not None]
+    limits = [f"{name} {decibel(value)} dB" for name, value in values.items() if value is not None]
     cards = [f"{LIMIT_NAMES[row['name']]}: {'; '.join(_parts(row))}." for row in drawn]
-    return " ".join([f"Limits of the mean squared error, as PSNRs of that mean: {'; '.join(told)}.", *cards])
+    return " ".join([f"Limits of the mean squared error, as PSNRs of that mean: {'; '.join(limits)}.", *cards])
 
 
 def _parts(row: Any) -> list[str]:
