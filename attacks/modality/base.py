@@ -11,7 +11,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.modality.image_metrics import Metric
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.dataset import Dataset
 
 Mark = Literal["right", "misplaced", "wrong"]
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from fedgauge.attacks.modality.membership import GUESSES, MEMBERSHIP
 from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.client.data.corpora import Text
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.own_arrays import Arrays
 from fedgauge.client.data.tables import Tabular
 

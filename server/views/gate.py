@@ -13,8 +13,8 @@ from fedgauge.server.views.formatting import number
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import why_not_tested
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of
 from fedgauge.server.views.verdict import Kind, doubts
 

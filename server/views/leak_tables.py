@@ -10,9 +10,9 @@ from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS, RATES
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.server.views.leakage import Leak, counted_of_all
-from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, role_of
 from fedgauge.server.views.scores import capped
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of, error_in_db, mean_of
 from fedgauge.server.views.tables import Cell, Column, Table
 

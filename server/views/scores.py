@@ -15,7 +15,7 @@ from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.attacks.score_rows import WHOLE_BATCH
-from fedgauge.client.labels import SCORED, LabelKind
+from fedgauge.client.label_kinds import SCORED, LabelKind
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.roles import is_attack, is_limit

@@ -11,14 +11,14 @@ from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.score_rows import WHOLE_BATCH
-from fedgauge.client.labels import LabelKind
+from fedgauge.client.label_kinds import LabelKind
 from fedgauge.server.views.formatting import counted_words, decibel, in_unit, many, number, percent
 from fedgauge.server.views.intervals import LUCK, Ints, Rate, guessed_labels, luck_bound, luck_of_hits
 from fedgauge.server.views.membership import MembershipResult, Word, members_sentences, membership_results
 from fedgauge.server.views.outcomes import failure
-from fedgauge.server.views.reading import RunSnapshot, State, viewed
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.snapshot import RunSnapshot, State, viewed
 from fedgauge.server.views.strength import Limits, PairedDifference, paired, rivals_of, values_of
 
 Kind = Literal["examples", "members", "epsilon"]

@@ -10,7 +10,7 @@ from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.reading import read_once, run_line, tables_of
+from fedgauge.server.views.snapshot import read_once, run_line, tables_of
 from fedgauge.simulations.cli.finding_runs import all_runs, find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, days, path, tell
 from fedgauge.simulations.cli.run_summary import wide_console

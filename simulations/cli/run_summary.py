@@ -14,8 +14,8 @@ from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on
 from fedgauge.server.views.participation import guarded, participation
 from fedgauge.server.views.privacy import canaries
-from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.cli.options import tell
 from fedgauge.simulations.live.log import Log

@@ -19,8 +19,8 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.formatting import is_exact, number, percent, rounded
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
 from fedgauge.server.views.tables import Table
 from fedgauge.simulations.checks.check_result import sentence

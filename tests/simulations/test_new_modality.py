@@ -20,7 +20,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.figures import rounds_figures
 from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import RunSnapshot, read_once
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.checks.preflight import preflight

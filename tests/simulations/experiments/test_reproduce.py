@@ -11,7 +11,8 @@ import torch
 
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.client.components import SpecError
-from fedgauge.client.data.images import Dataset, mnist5k
+from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.data.images import mnist5k
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments import setups
 from fedgauge.simulations.experiments.measures import ComparedFigure
