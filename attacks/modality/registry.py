@@ -43,6 +43,12 @@ def examples_of(dataset: Dataset) -> str:
     return f"{modality_of(dataset).main.private}s"
 
 
+def further_leaks() -> list[str]:
+    """Return the metrics of leaks that are neither reconstructed examples nor membership, as a `Measure` of one's own adds them."""
+    of_examples = {name for modality in MODALITIES.values() for name in modality.measured}
+    return [name for name in MEASURED if name not in of_examples and name not in MEMBERSHIP]
+
+
 def modality_stored(key: str) -> type[Modality] | None:
     """Return the modality that a ledger names; None if there is none."""
     return next((m for m in MODALITIES.values() if m.main.key == key), None)

@@ -4,15 +4,20 @@ An axis is a list of tables, each with a name: `[[defense]]` is the axis `defens
 cells only names them: `defenses = ["none", "sign"]`.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from fedgauge.attacks.plan import attack_name
+from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, Table, coerce
+from fedgauge.client.files import read_file
 
+Experiment = TypeVar("Experiment")
 Names = Mapping[str, Sequence[str]]  # by axis
 GRID_KEYS = ("axes", "cell_name", "attack", "attacks", "where", "reference")  # of the whole file
 
@@ -29,6 +34,18 @@ class Cell:
     place: Mapping[str, Table]
     table: dict[str, Any]
     attacks: list[dict[str, Any]]
+
+
+def read(path: Path, make: Callable[[Table], Experiment]) -> Experiment:
+    """Make an experiment from the tables of a file.
+
+    Raises:
+        SpecError: the file is missing or wrong; the message names it.
+    """
+    try:
+        return make(toml_text.parse(read_file(path, toml_text.MOST)))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
+        raise SpecError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def expand(tables: Table, keys: Collection[str], joined: Collection[str], others: Collection[str] = ()) -> list[Cell]:

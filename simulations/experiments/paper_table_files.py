@@ -1,16 +1,16 @@
 """Find, read, check and restrict the files of simulations/papers, and add the attacks of other people to them."""
 
-import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.plan import attack_name, modalities_of
 from fedgauge.client.components import SpecError, Table, call, check_arguments, settings_of
 from fedgauge.server.store.scenario import component_of
-from fedgauge.simulations.experiments.grid import Cell, expand
+from fedgauge.simulations.experiments.grid import Cell, expand, read
 from fedgauge.simulations.experiments.paper_tables import (
     STRONGEST,
     AttackSpec,
@@ -30,24 +30,27 @@ JOINED = ("data", "model", "train")
 BEYOND_METRICS = ("spread", "n", "iterations", "restarts")  # of what a paper reports of an attack
 
 
-def names() -> list[str]:
-    """The names of all tables that can be reproduced."""
-    return sorted(path.stem for path in PAPERS.glob("*/*.toml"))
+def packaged() -> dict[str, Path]:
+    """The tables of simulations/papers, by name."""
+    return {path.stem: path for path in sorted(PAPERS.glob("*/*.toml"), key=lambda path: path.stem)}
 
 
 def load(name: str) -> PaperTable:
-    """Read a table by name.
+    """Read a table: one of simulations/papers by its name, or a user's own by the path of its file.
 
     Raises:
-        SpecError: there is none or if it has a mistake.
+        SpecError: there is none, or it has a mistake.
 
     Example:
         >>> load("spear").name
         'spear'
     """
-    if name not in names():
-        raise SpecError(f"no paper table is called {name!r}; there are {', '.join(names())}")
-    return parse(name, tomllib.loads(next(PAPERS.glob(f"*/{name}.toml")).read_text()))
+    path = Path(name) if name.endswith(".toml") else packaged().get(name)
+    if path is None:
+        raise SpecError(
+            f"no paper table is called {name!r}: name your own file, NAME.toml, or one of {', '.join(packaged())}"
+        )
+    return read(path, partial(parse, path.stem))
 
 
 def parse(name: str, tables: Table) -> PaperTable:
