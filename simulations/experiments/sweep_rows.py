@@ -24,7 +24,7 @@ from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
 from fedgauge.server.views.tables import Table
 from fedgauge.simulations.checks.check_result import sentence
-from fedgauge.simulations.experiments.results import markdown, texts
+from fedgauge.simulations.experiments.results import markdown
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 
 
@@ -184,7 +184,7 @@ def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
                 number(cost, 0),
             ]
         )
-    return texts("", heads, lines)
+    return Table.texts("", heads, lines)
 
 
 def summary_as_markdown(found: Sequence[SweepRow], defenses: Sequence[str]) -> str:
