@@ -190,10 +190,9 @@ one_host() {
     page "./compose.sh federation up --detach"
   fi
   recorded 2
-  page "--scale ray-worker"
   fall serverapp
   ended 1
-  page "./compose.sh federation up --detach"
+  page "--scale ray-worker"
   dd if=/dev/zero of=federation/runs/ballast bs=1M 2> /dev/null || say "the disk is full"
   ended 1 2 # of the ServerApp's failure, or of its own, whichever meets it first
   rm federation/runs/ballast
