@@ -60,13 +60,7 @@ class Wave:
 
     @classmethod
     def stack(cls, observations: Sequence[Observation]) -> "Wave":
-        """Stack observations of one round with the same params.
-
-        Example:
-            >>> seen = [Observation(1, client, {"w": torch.zeros(3)}, {"w": torch.ones(3)}) for client in (0, 4)]
-            >>> Wave.stack(seen).update["w"].shape
-            torch.Size([2, 3])
-        """
+        """Stack observations of one round with the same params."""
         first = observations[0]
         stacked = {k: torch.stack([o.update[k] for o in observations]) for k in first.update}
         corrected = any(o.correction for o in observations)

@@ -79,11 +79,6 @@ def bayes_error(updates: Tensor, x: Tensor, noise: UpdateDistribution, rng: Gene
 
     Args:
         updates: (N, P) noise-free; x: (N, d).
-
-    Example:
-        >>> x, alike = torch.tensor([[0.0], [1.0]]), torch.zeros(2, 3)  # a coin's variance
-        >>> bayes_error(alike, x, UpdateDistribution(sigma=1.0), torch.Generator())
-        0.25
     """
     x, count = x.double(), len(x)
     draws = DRAWS

@@ -41,10 +41,6 @@ def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
 
     Raises:
         ValueError: torch sees no such device here; the message names the remedy.
-
-    Example:
-        >>> devices_of("cpu")
-        [device(type='cpu')]
     """
     every = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     if wanted == "auto":

@@ -36,11 +36,7 @@ class adam(Checked):
     state_per_variable = 2  # numbers kept for each one that is searched for
 
     def rate_at(self, iteration: int, iterations: int) -> float:
-        """The step size of an iteration.
-
-        >>> [round(adam(0.1, cuts=(0.5,)).rate_at(i, 4), 6) for i in range(4)]
-        [0.1, 0.1, 0.01, 0.01]
-        """
+        """The step size of an iteration."""
         passed: int = sum(iteration >= cut * iterations for cut in self.cuts)
         return self.rate * 0.1**passed * self.decay**iteration
 

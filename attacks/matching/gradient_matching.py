@@ -29,10 +29,7 @@ from fedgauge.client.models.losses import Expected, is_mean, takes_probabilities
 
 @dataclass(frozen=True)
 class GradientMatching(Attack):
-    """The engine: searches for all observations and restarts of a wave together; a recipe is an objective and a search.
-
-    Args:
-    """
+    """The engine: searches for all observations and restarts of a wave together; a recipe is an objective and a search."""
 
     objective: Objective = field(default_factory=Objective)
     search: Search = field(default_factory=AdamSearch)
