@@ -29,8 +29,6 @@ LEAST = 1e-6  # an error below it is that of few draws
 
 @dataclass(frozen=True)
 class CandidateBound(ErrorLimit):
-    """The bound for images of any distribution."""
-
     def assumes(self, fed: Federation, batch: str) -> list[str]:
         known = "labels, the rest of the batch and the private image known up to a few auxiliary images of its class"
         return [batch, "a bound for images of any distribution", known]

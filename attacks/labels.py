@@ -241,7 +241,6 @@ def _is_pair(known: Knowledge) -> bool:
 
 
 def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, dummies: "Dummies") -> Tensor:
-    """The labels under another loss than the cross-entropy."""
     if known.batch_size > 1 and type(known.label_kind) in (LabelKind, Binary):
         return _restored(update, params, known, lambda before, after: before, outputs)
     of_weight, of_bias = layer_parameters(_classifier(known))
@@ -276,12 +275,10 @@ def _of_logits(features: Tensor, known: Knowledge, params: Params, logits: Tenso
 
 
 def _exact(t: Tensor) -> Tensor:
-    """In float64 on the CPU, for scipy."""
     return t.detach().to("cpu", torch.float64)
 
 
 def _whole(bias: Tensor | None) -> bool:
-    """Return whether there is a bias gradient with all its entries."""
     return bias is not None and bool((bias != 0).all())
 
 

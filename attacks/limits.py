@@ -268,8 +268,6 @@ def _errors(known: Knowledge, params: Params, pool: Tensor) -> Tensor:
 
 
 class ErrorLimit(Measure):
-    """A limit on the mean squared error of every attack."""
-
     needs_truth: ClassVar[bool] = False
 
     metric = mse.name

@@ -105,11 +105,9 @@ class PlannedAttack:
         return planned
 
     def images(self, where: str = "[[attack]]") -> Auxiliary:
-        """Return the auxiliary images it has; a SpecError names the fault in the table."""
         return settings_of(Auxiliary, self.auxiliary or {}, f"{where}: auxiliary")
 
     def build(self) -> Attack:
-        """The attack itself."""
         where = f"[[attack]] {self.name}"
         if self.is_limit:
             return settings_of(LIMITS[self.name], {k: v for k, v in self.table.items() if k != "use"}, where)
@@ -118,7 +116,6 @@ class PlannedAttack:
 
     @property
     def is_baseline(self) -> bool:
-        """Return whether it is a baseline, which reconstructs without reading the update."""
         return self.name in BASELINES
 
     @property
@@ -268,7 +265,6 @@ class AttackPlan(Checked):
         return plan
 
     def attacks_round(self, round: int) -> bool:
-        """Return whether the plan attacks a round (1-based)."""
         return round in self.rounds if self.rounds is not None else (round - 1) % self.every == 0
 
     def targets(self, round: int, seen: Collection[int], planned: PlannedAttack | None = None) -> list[int]:

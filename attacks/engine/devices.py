@@ -76,7 +76,6 @@ def compute_on(device: torch.device, precision: Precision = "ieee", deterministi
 
 
 def numerics(device: torch.device, precision: Precision = "ieee", deterministic: bool = True) -> Numerics:
-    """Describe how a device computes."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return Numerics(str(device), name, precision, deterministic, torch.__version__, driver())

@@ -166,8 +166,6 @@ class laplace_likelihood(Distance):
 
 @dataclass(frozen=True)
 class _OverOther(Distance):
-    """Another distance over a part of an update."""
-
     inner: Distance
 
     @property
@@ -254,7 +252,6 @@ class visible_columns(_OverOther):
 
 
 def left_out(distance: Distance, names: Collection[str]) -> Distance:
-    """A distance over all tensors except some."""
     return without(distance, tuple(sorted(names))) if names else distance
 
 
