@@ -1,5 +1,6 @@
 """The ledger: one SQLite file per run with rounds, observations, jobs and scores."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, replace
@@ -12,7 +13,6 @@ from fedgauge.server.store.ledger_types import (
     STARTED,
     Participation,
     RecordedProblem,
-    json_table,
     sanitised,
 )
 from fedgauge.server.store.ledger_writes import JobQueue
@@ -61,8 +61,11 @@ class Ledger(JobQueue):
 
     def nodes(self) -> dict[int, str]:
         """Return Flower's node ids by client of a user's own app."""
-        nodes = json_table(self.meta().get("nodes", "{}"), self.path, "nodes")
-        return {int(client): str(node) for client, node in nodes.items() if client.isdecimal()}
+        try:
+            nodes = json.loads(self.meta().get("nodes", "{}"))
+            return {int(client): str(int(node)) for client, node in nodes.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise LedgerError(f"{self.path} is damaged: its nodes cannot be read: {error}") from error
 
     def record_round(
         self,

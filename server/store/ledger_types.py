@@ -1,11 +1,10 @@
 """Values in the ledger: participations, leases, progress, score rows."""
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.plan import PlannedAttack
@@ -38,20 +37,6 @@ def repeated(meta: Mapping[str, str]) -> int:
     """Return the number of rounds that a deployment's clients may have answered twice."""
     count = meta.get(REPEATED, "") if meta.get("mode") == DEPLOYMENT else ""
     return int(count) if re.fullmatch(r"\d{1,7}", count) else 0
-
-
-def json_table(text: str, path: Path, what: str) -> dict[str, Any]:
-    """Parse the object in a ledger's column of JSON.
-
-    Raises:
-        LedgerError: there is none.
-    """
-    try:
-        found = dict(json.loads(text).items())
-        json.dumps(found, ensure_ascii=False).encode()  # half a pair of code units is no text
-        return found
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise LedgerError(f"{path} is damaged: its {what} cannot be read: {error}") from error
 
 
 def planned_of(text: str, path: Path) -> PlannedAttack:

@@ -105,14 +105,9 @@ class Figure:
     interval: str = ""
 
 
-def attack_look(place: int) -> Look:
-    """Return the look of the attack at this place of the plan."""
-    return Look(colour(place), symbol=SYMBOLS[place % len(SYMBOLS)])
-
-
-def colour(place: int) -> str:
-    """Return the colour of the series at this place."""
-    return f"series-{place % COLOURS}"
+def look_at(place: int) -> Look:
+    """Return the look of the attack or run at this place."""
+    return Look(f"series-{place % COLOURS}", symbol=SYMBOLS[place % len(SYMBOLS)])
 
 
 def looks_of(reading: RunSnapshot) -> dict[str, Look]:
@@ -122,7 +117,7 @@ def looks_of(reading: RunSnapshot) -> dict[str, Look]:
     for name in names:
         match role_of(name):
             case "attack":
-                looks[name] = attack_look(next(attacks))
+                looks[name] = look_at(next(attacks))
             case "limit":
                 looks[name] = LIMIT
             case "baseline":

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
+from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, TypeVar, cast
 
@@ -290,8 +291,8 @@ class RunSnapshot:
         """Return the truth that a tester supplied; None without one."""
         if "truth" in self.meta:
             with offline(), suppress(SpecError, OSError):
-                source, dataset = TesterTruth.from_json(self.meta["truth"]), self.scenario.federation.shards.dataset
-                return source.batch(round, client, dataset, self.ledger.nodes())
+                dataset = self.scenario.federation.shards.dataset
+                return TesterTruth(Path(self.meta["truth"])).batch(round, client, dataset, self.ledger.nodes())
         return None
 
     @viewed
