@@ -3,11 +3,12 @@
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fedgauge.attacks.modality.registry import BASELINES
-from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.plan import MOST_ATTACKS, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger_connection import LedgerError
@@ -39,6 +40,7 @@ def repeated(meta: Mapping[str, str]) -> int:
     return int(count) if re.fullmatch(r"\d{1,7}", count) else 0
 
 
+@lru_cache(maxsize=MOST_ATTACKS)  # a wave after the first of its attack parses nothing
 def planned_of(text: str, path: Path) -> PlannedAttack:
     """Parse a planned attack of a ledger.
 
