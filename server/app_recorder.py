@@ -260,7 +260,6 @@ class AppRecorder:
         self._open[sent.node].append(sent)
 
     def note_reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
-        """Record a reply."""
         sent = self._asked(reply, exchange)
         if sent is None:
             return
@@ -345,7 +344,6 @@ class AppRecorder:
         self._flush()
 
     def _flush(self) -> None:
-        """Write observations, and the round with its metrics so far, to the ledger."""
         for round in sorted(self._seen):
             self._ledger.record_intake(round, list(self._seen[round].values()))
             del self._seen[round]  # only now: what failed is tried again
@@ -393,7 +391,6 @@ class Exchange:
         self._sent: list[_Sent] = []
 
     def sent(self, message: Message) -> None:
-        """Note a message on its way to a node."""
         with _unnoticed():
             sent = _Sent.of(message)
             self._sent.append(sent)
@@ -406,7 +403,6 @@ class Exchange:
                 sent.id = str(own)
 
     def came(self, message: Message) -> None:
-        """Record a reply."""
         with _unnoticed():
             self._recorder.reply(_Reply.of(message), self._sent)
 
@@ -420,7 +416,6 @@ class Exchange:
         self._recorder.later("a round", partial(self._recorder.end_exchange, self._sent))
 
     def flush(self) -> None:
-        """Write what was recorded to the ledger."""
         self._recorder.later("a round", self._recorder._flush)
 
 
@@ -476,7 +471,6 @@ def say(level: int, text: str, *values: object) -> None:
 
 
 def _arrays(content: RecordDict) -> dict[str, Arrays]:
-    """The arrays of each ArrayRecord that has some."""
     return {
         name: {k: _Array(tuple(a.shape), a.data) for k, a in record.items()}
         for name, record in content.items()

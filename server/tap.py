@@ -187,7 +187,6 @@ READ_TWICE: tuple[type, ...] = (list, tuple, set, frozenset, dict, type({}.value
 
 
 def tapped(grid: Grid, recorder: AppRecorder) -> Grid:
-    """Return the grid with a recorder behind it."""
     tapped = Tap(grid, recorder)
     weakref.finalize(tapped, recorder.end).atexit = False
     return cast(Grid, tapped)

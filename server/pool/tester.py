@@ -116,7 +116,6 @@ def _doubts(source: TapeSource, found: Found) -> str:
 
 
 def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[int, int]]:
-    """Return the rounds and clients of the examples that these jobs need."""
     for job in jobs:
         for client in (job.client, job.other):
             if client is not None:
@@ -221,7 +220,6 @@ def _names(x: Tensor) -> list[bytes]:
 
 
 def _others(x: Tensor, names: Collection[bytes]) -> Tensor:
-    """Return the examples that have none of the names."""
     return torch.tensor([i for i, name in enumerate(_names(x)) if name not in names], dtype=torch.int64)
 
 

@@ -24,12 +24,10 @@ class Ledger(JobQueue):
     """Ledger of one run: rounds, the queue of attacks, and all queries."""
 
     def set_meta(self, **values: str) -> None:
-        """Set facts about the run, such as its state."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
 
     def meta(self) -> dict[str, str]:
-        """Return all facts about the run."""
         facts = {row["key"]: row["fact"] for row in self._db.execute("SELECT key, value fact FROM meta")}
         if not re.fullmatch(r"\d{1,7}", rounds := facts.get("rounds", "0")):
             raise LedgerError(f"{self.path} is damaged: expected a number of rounds, got {rounds!r:.60}")
@@ -105,7 +103,6 @@ class Ledger(JobQueue):
             )
 
     def problems(self) -> list[RecordedProblem]:
-        """Return the recorded problems in order."""
         query = "SELECT code, round at_round, client of_client, words FROM problems ORDER BY rowid LIMIT ?"
         return [RecordedProblem(*row) for row in self._db.execute(query, (_MOST_PROBLEMS,))]
 

@@ -95,11 +95,9 @@ class LedgerReads(LedgerFile):
         ).fetchall()
 
     def rounds(self, since: int = 0) -> list[sqlite3.Row]:
-        """Return the recorded rounds from one on: round, accuracy, loss, seconds, intercept_seconds."""
         return self._db.execute("SELECT * FROM rounds WHERE round >= ? ORDER BY round", (since,)).fetchall()
 
     def observations(self, since: int = 0) -> list[sqlite3.Row]:
-        """Return the participation from a round on: round, client, status, reason, examples, digest."""
         query = "SELECT * FROM observations WHERE round >= ? ORDER BY round, client"
         return self._db.execute(query, (since,)).fetchall()
 
@@ -111,7 +109,6 @@ class LedgerReads(LedgerFile):
         ).fetchall()
 
     def planned(self) -> dict[str, PlannedAttack]:
-        """Return the planned attacks in order."""
         return {row["name"]: planned_of(row["planned"], self.path) for row in self.attacks()}
 
     def best_so_far(self) -> float | None:

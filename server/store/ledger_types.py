@@ -157,8 +157,6 @@ class FinishedTest(FinishedJob):
 
 @dataclass(frozen=True)
 class Progress:
-    """Counts of jobs by state."""
-
     queued: int = 0
     leased: int = 0
     done: int = 0
@@ -166,7 +164,6 @@ class Progress:
 
     @property
     def waiting(self) -> int:
-        """Number of jobs that have not ended."""
         return self.queued + self.leased
 
     @property

@@ -113,7 +113,6 @@ def by_weights(of_round: Iterable[Of], digest: Callable[[Of], str | None]) -> li
 
 
 def sweep(folder: Path, round: int) -> None:
-    """Delete a folder's files from a round on."""
     for name in run_files.names(folder):
         named = re.match(r"round-(\d{1,9})(?!\d)", name)
         if named is not None and int(named[1]) >= round:
@@ -132,7 +131,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically."""
     with replacing_anywhere(path) as file:
         file.write(data)
 

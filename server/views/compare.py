@@ -51,7 +51,6 @@ class Comparison:
 
 
 def compare(readings: Sequence[RunSnapshot], metric: str | None = None) -> Comparison:
-    """Compare runs by a metric; default: the main one of the first run."""
     metric = metric or next((r.scores.measure.metric for r in readings), ImageModality.main.metric)
     named = named_readings(readings)
     metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]

@@ -27,7 +27,6 @@ from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_statu
 
 
 def add_to(commands: Commands) -> None:
-    """Register these commands."""
     start = commands.add(run, with_run=False)
     path(start, "scenario", "SCENARIO.toml", nargs="?")
     path(start, "--resume", "RUN", "continue a run that was interrupted, failed or was killed")
@@ -51,7 +50,6 @@ def add_to(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge run SCENARIO.toml`."""
     from fedgauge.simulations.checks.scenario_check import try_first
     from fedgauge.simulations.run.create import new_run, resume
     from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
@@ -92,7 +90,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge audit RUN`."""
     from fedgauge.server.pool.service import attack_devices
     from fedgauge.server.pool.tester import grade, regrade
     from fedgauge.simulations.checks.scenario_check import refuse_misfit
