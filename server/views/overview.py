@@ -129,7 +129,7 @@ def overview(reading: RunSnapshot) -> Overview:
         limit=limit(reading),
         privacy=spent_in(reading),
         cards=_cards(reading),
-        participation=participation(reading.observations) or ("Every update came in." if reading.observations else ""),
+        participation=participation(reading.observations) or ("All updates arrived." if reading.observations else ""),
         clients=app_clients_table(reading.ledger),
         replay=reading.meta.get("replay", ""),
         replay_words=reading.meta.get("replay_detail", ""),

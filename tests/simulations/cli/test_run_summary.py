@@ -96,7 +96,7 @@ def test_the_end_of_a_deployment_says_who_was_missing_and_how_to_be_graded(
             ledger.record_intake(round, seen, scenario.plan)
         ledger.set_meta(grading="not graded: the owner does not allow it")
         ledger._db.execute("UPDATE jobs SET state = 'done', graded = 'the owner does not allow it'")
-    words = "2 of 4 updates came in; client 1 missing in 2 rounds: 'mynets:Small' is not allowed"
+    words = "2 of 4 updates arrived; client 1 missing in 2 rounds: 'mynets:Small' is not allowed"
     for log in ("auto", "quiet"):
         print_summary(run, log)
         told = capsys.readouterr()

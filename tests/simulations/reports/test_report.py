@@ -116,7 +116,7 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
     order = [words.index(w, start) for w in ("The clients' images", "contains personal data", "Accuracy and leakage")]
     assert order == sorted(order)
     for needed in (
-        "4 of 6 updates came in; client 2 rejected in 2 rounds",
+        "4 of 6 updates arrived; client 2 rejected in 2 rounds",
         "ok: cosine 1.0000000",
         "exact to rounding",
         'use = "mnist5k"',
