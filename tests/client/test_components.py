@@ -81,7 +81,7 @@ def test_a_whole_number_serves_as_a_number() -> None:
 def component(model: object, shape: Sequence[int], a: int, b: str = "x", classes: int = 2) -> None: ...
 
 
-def test_what_is_offered_is_given_to_those_who_ask_and_to_nobody_else() -> None:
+def test_offered_values_reach_only_components_that_request_them() -> None:
     offered = {"model": "M", "shape": (1, 2), "classes": 10}
     assert check_arguments(component, {"a": 1}, "here", offered) == {"a": 1, "model": "M", "shape": (1, 2)}
     with pytest.raises(SpecError, match=r"component\(\) has no argument 'model' \(it has: a, b, classes\)"):

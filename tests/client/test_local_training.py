@@ -125,7 +125,7 @@ def test_a_gradient_of_zero_leaves_adam_differentiable() -> None:
     assert moved["w"].tolist() == [0.0, 0.0]
 
 
-def test_what_is_plain_sgd_is_local_sgd() -> None:
+def test_plain_sgd_equals_local_sgd() -> None:
     assert local_training(0.1, 8, epochs=2, batch_size=4) == local_sgd(0.1, 4, 4)
     assert local_training(0.1, 8, epochs=3, batch_size=32, shuffle=True) == local_sgd(0.1, 3)
     assert local_training(0.1, 8, momentum=0.9, schedule="cosine") == local_sgd(0.1), "a first step"

@@ -377,7 +377,7 @@ def test_no_epsilon_is_claimed(links: Chain) -> None:
         mechanism(links, 8)
 
 
-def test_what_is_declared_counts() -> None:
+def test_declared_values_are_used() -> None:
     links = chain(SGD, clip(1.0), declared_noise(0.5))
     assert mechanism(links, 8) == mechanism(chain(SGD, clip(1.0), gaussian(0.5)), 8)
 

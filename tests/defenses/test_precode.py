@@ -114,7 +114,7 @@ def test_the_rest_of_the_model_and_the_one_handed_in_stay() -> None:
     assert found["linear.bottleneck.decoder.weight"].shape == (588, 8)
 
 
-def test_it_stands_before_the_layer_that_is_named() -> None:
+def test_the_bottleneck_precedes_the_named_layer() -> None:
     model = precode(mlp((1, 2, 2), 3, hidden=[5, 6]), latent=2, before="3")
     assert model.get_submodule("3.bottleneck.encoder").weight.shape == (4, 5)
     assert isinstance(model.get_submodule("5"), nn.Linear)
@@ -129,7 +129,7 @@ def test_it_stands_before_the_layer_that_is_named() -> None:
         (mlp((1, 2, 2), 3), {"beta": float("nan")}, "beta"),
     ],
 )
-def test_what_cannot_be_is_refused(model: nn.Module, arguments: dict[str, Any], name: str) -> None:
+def test_invalid_arguments_are_refused(model: nn.Module, arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         precode(model, **arguments)
 

@@ -93,7 +93,7 @@ def test_the_isolated_example_is_inverted_as_if_it_were_alone(links: Chain) -> N
     )  # nothing was seen of them
 
 
-def test_what_cannot_be_fished_is_refused() -> None:
+def test_unsuitable_targets_of_fishing_are_refused() -> None:
     threat, batch = known(), examples([0] * SIZE)
     with pytest.raises(ValueError, match="target"):
         craft(class_fishing(target=6), threat)

@@ -78,7 +78,7 @@ def test_moves_are_different_permutations_that_begin_with_none(n: int, count: in
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_what_frames_a_sentence_stays_in_its_place(batch_size: int) -> None:
+def test_special_tokens_stay_in_place(batch_size: int) -> None:
     wave, known, batches = make(batch_size=batch_size)
     known = replace(known, text=Sentences(lengths(batches)))
     tokens = torch.stack([f.x for f in SMALL().reconstruct(wave, known, Budget(7), streams(2)) if f.x is not None])

@@ -70,7 +70,7 @@ def test_a_batch_whose_tokens_leave_dager_no_margin_comes_back_with_its_proof(sp
     assert recovered(found, truth) == [True] and certified(found)
 
 
-def test_what_cannot_be_read_is_refused(spoken: Text, classified: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_input_is_refused(spoken: Text, classified: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(read(somp(), *seen(bert(classified), batches(classified, 1, 1))), "decoders")
     wave, known = seen(gpt2(spoken), batches(spoken, 2, 1)[:1])
     monkeypatch.setattr("fedgauge.attacks.text.somp.MOST_NUMBERS", 1000)

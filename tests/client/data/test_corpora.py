@@ -140,7 +140,7 @@ def test_text_is_dealt_out_as_images_are() -> None:
         ({"tokenizer_folder": Path("missing")}, "missing"),
     ],
 )
-def test_what_makes_no_text_is_refused(arguments: dict[str, Any], name: str) -> None:
+def test_unprintable_text_is_refused(arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         phrases(**arguments)
 

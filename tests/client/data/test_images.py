@@ -296,7 +296,7 @@ def test_a_download_that_fails_says_what_to_do(
         make_federation(data={"use": name}).check()
 
 
-def test_what_was_downloaded_reads_as_the_local_files_do(
+def test_downloaded_files_read_like_local_ones(
     no_local_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The archives lie where torchvision would put them: it unpacks and reads them, and asks no mirror."""

@@ -109,7 +109,7 @@ def refused(name: str, **data: Any) -> None:
         _ = Federation(Protocol(0, 1, 1, {"auxiliary": 1, **data}, {"use": "mlp"}, ())).shards
 
 
-def test_what_cannot_be_used_is_named(pictures: Path, tmp_path: Path) -> None:
+def test_unusable_parts_are_named(pictures: Path, tmp_path: Path) -> None:
     own = {"use": "image_folder", "path": str(pictures), "size": SIZE}
     refused("nowhere", **{**own, "path": str(tmp_path / "nowhere")})
     refused("path", **{**own, "path": 3})
@@ -209,7 +209,7 @@ def test_channels_are_found_wherever_they_stand(written: Callable[..., Path]) ->
     assert npz(written(**arrays(shape=(6, 5)))).shape == (1, 6, 5)
 
 
-def test_what_is_ambiguous_is_asked_for(written: Callable[..., Path]) -> None:
+def test_ambiguous_input_is_asked_about(written: Callable[..., Path]) -> None:
     stored = arrays(shape=(3, 4, 3))
     with pytest.raises(ValueError, match="layout"):
         npz(written(**stored))

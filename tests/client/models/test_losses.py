@@ -176,7 +176,7 @@ def test_a_users_function_gets_its_arguments_from_the_table(own: None) -> None:
         ({"use": "elsewhere:loss"}, "--allow elsewhere"),
     ],
 )
-def test_what_is_no_loss_is_refused(own: None, table: dict[str, Any], name: str) -> None:
+def test_invalid_losses_are_refused(own: None, table: dict[str, Any], name: str) -> None:
     with pytest.raises(SpecError, match=rf"^\[loss\]: .*{name}"):
         build_loss(table, "[loss]", 5)
 

@@ -126,7 +126,7 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
     assert "safe" not in words.replace("safetensors", "")
 
 
-def test_what_others_wrote_is_text_not_markup(tmp_path: Path) -> None:
+def test_foreign_text_is_never_markup(tmp_path: Path) -> None:
     chosen = scenario(attack=[])
     run = Run.create(tmp_path / "a<i>run", chosen)
     hostile = PlannedAttack("<img src=x onerror=alert(1)>", {"use": "mean_image", "x": HOSTILE})
