@@ -69,7 +69,7 @@ class SecureSumOptions:
     def real(self) -> Table:
         """The terms of the real secure sum, as an owner's file has them; SpecError without a clip."""
         if self.clip is None:
-            raise SpecError("[secure_sum]: a deployment's is real, and needs clip: the largest entry of an update")
+            raise SpecError("[secure_sum]: a deployment needs clip, the largest absolute value of an update's entry")
         colluders = {} if self.colluders is None else {"colluders": self.colluders}
         return {"group": self.group, "threshold": self.least, "clip": self.clip, **colluders}
 

@@ -75,7 +75,7 @@ class feature_fishing(ServerAttack):
         logits = _row_logits(sent, known, weight)
         low, high = (float(logits.mean() + side * 6 * logits.std()) for side in (-1, 1))
         if not high > low:  # as where no unit is active, to which one client's update can bring the weights
-            raise ValueError("the weights give all public examples one score, so no threshold can separate examples")
+            raise ValueError("the weights give all public examples the same score, so no threshold can separate them")
         threshold, steepness = self._search(low, high, known, seen)
         return _one_row(sent, known, row, steepness * weight, -steepness * threshold)
 

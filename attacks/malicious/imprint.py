@@ -149,7 +149,7 @@ def quantile_levels(values: Tensor, bins: int) -> Tensor:
     """
     width = 1.3 * float(values.std()) * len(values) ** (-1 / 3)
     if not width > 0:
-        raise ValueError("the public images are all alike to the query: no threshold can separate images")
+        raise ValueError("the query is the same for all public images: no threshold can separate them")
     lowest, highest = float(values.min()) - 4 * width, float(values.max()) + 4 * width
     points = torch.linspace(lowest, highest, POINTS, dtype=torch.float64)
     near = ((values - lowest) / (highest - lowest) * (POINTS - 1)).round().long()  # far finer than the kernel

@@ -67,7 +67,7 @@ def _check_separable(known: Knowledge) -> None:
         raise ValueError("all examples share one network: the attack needs one network for each example")
     each, size = any(map(is_per_example, known.chain.links)), known.batch_size
     if each or not known.chain.local.plain or known.chain.slice_of(size) < size:
-        raise ValueError("examples are kept apart by plain steps of the whole batch, and the clients take others")
+        raise ValueError("examples are separable only by plain steps on the whole batch, and the clients take others")
 
 
 # ------------------------------------------------------------------------------------------------------------- decoder

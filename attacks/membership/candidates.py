@@ -141,7 +141,7 @@ class MembershipTest:
 def above(scores: Tensor, strangers: Tensor) -> Tensor:
     """(P,) float64, the share of strangers (S,) that each score exceeds, ties counting half."""
     if not len(strangers):
-        raise ValueError("no stranger has a label of the members: raise strangers, or give more test data")
+        raise ValueError("no non-member shares a label with the members: raise strangers, or give more test data")
     lower, higher = (torch.searchsorted(strangers.sort().values, scores, right=right) for right in (False, True))
     return (lower + higher).double() / 2 / len(strangers)
 

@@ -19,7 +19,7 @@ from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data_folder import read_npz
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
-FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow hands others, as EPS, to programs of their own
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow runs programs for others, such as EPS
 Layout = Literal["auto", "NHWC", "NCHW"]
 Statistics = Sequence[float] | None
 
