@@ -29,6 +29,9 @@ class percentile_privacy(UpdateTransform):
         gamma: above 0, the largest change of an entry in a step.
         steps: local steps in a round, at least 1.
 
+    Raises:
+        ValueError: percentile is outside 0 to 100.
+
     Example:
         >>> percentile_privacy(50.0, gamma=3.0).apply({"w": torch.tensor([1.0, -4.0, 2.0])}, None)
         {'w': tensor([ 0., -3.,  2.])}
@@ -79,6 +82,9 @@ class svt_privacy(UpdateTransform):
         replace: draw accepted entries with replacement, which sends fewer.
         epsilon_threshold, epsilon_query: their sum is epsilon; one or both may be left out. Version 2.8.
         epsilon_release: of the noise on all that is sent, in place of c noise_var. Version 2.8.
+
+    Raises:
+        ValueError: an unknown version, or epsilons that do not add up.
 
     Example:
         >>> import torch

@@ -31,6 +31,9 @@ class membership(Measure):
             (reads only the weights) or label_frequency (reads nothing).
         strangers: examples outside all training sets, among which false positives are counted; at most so many, at least 1.
         held: examples of each client's data, whether or not they are in its batch; at most so many, at least 0.
+
+    Raises:
+        ValueError: the clients of a sum change from round to round.
     """
 
     score: Literal[

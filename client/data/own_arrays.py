@@ -56,6 +56,9 @@ def arrays(path: Path, classes: int | None = None, test: float = 0.2) -> Arrays:
         path: a NumPy archive.
         classes: their number; default: largest label + 1, or the labels or numbers of an example.
         test: without x_test: the share of the examples that no client trains on.
+
+    Raises:
+        ValueError: x is not of floats, or labels are missing or too few.
     """
     stored = read_npz(path)
     if "x" not in stored or ("x_test" in stored) != ("y" in stored and "y_test" in stored):

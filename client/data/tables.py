@@ -79,6 +79,9 @@ def table(
         missing: keep missing cells as such, or drop rows that have any.
         one_hot: plain entries of 0 and 1, or scaled to mean 0 and variance 1.
         target: whether the label is a class or a number; auto: a number where it has too many different ones for classes.
+
+    Raises:
+        ValueError: a row has no label, or all labels are equal.
     """
     texts = [*categorical, label]
     found = read_table(path, texts, needed=[label, *drop, *categorical, *(columns or ())])

@@ -63,6 +63,9 @@ class cross_entropy(Criterion):
         weight: of each class, at least 0; the mean is weighted.
         reduction: mean, or sum over the examples.
 
+    Raises:
+        ValueError: a setting is out of its range.
+
     Example:
         >>> cross_entropy()(torch.zeros(1, 4), torch.tensor([2]))  # log 4
         tensor(1.3863)
