@@ -172,8 +172,10 @@ def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) 
 
 
 def _stacked(pictures: Sequence[Tensor], path: Path) -> Tensor:
+    if not pictures:
+        raise ValueError(f"{path} holds no pictures")
     if len(sizes := {tuple(p.shape) for p in pictures}) != 1:
-        raise ValueError(f"{path} needs pictures of one size, or a size to make them; it has {sorted(sizes) or 'none'}")
+        raise ValueError(f"{path} needs pictures of one size, or a size to make them; it has {sorted(sizes)}")
     return torch.stack(list(pictures))
 
 

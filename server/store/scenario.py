@@ -389,7 +389,7 @@ def apply_setting(tables: dict[str, Any], setting: str) -> None:
             here = here[_place(here, key)]
         here[_place(here, last)] = value
     except (TypeError, IndexError) as error:
-        raise SpecError(f"--set {setting}: there is no place {path!r}") from error
+        raise SpecError(f"--set {setting}: the scenario has no {path!r}") from error
 
 
 def _place(here: object, key: str) -> str | int:

@@ -49,9 +49,7 @@ def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
     if not reading.tables.get("audit", {}).get("curious", True):
         yield Notice("The server was not curious: set [audit] curious = true and run again.")
     elif waiting and meta.get("replay") == "mismatch":
-        words = (
-            "the others wait, because the replay check failed: attacks would not invert what the clients computed"
-        )
+        words = "the others wait, because the replay check failed: attacks would not invert what the clients computed"
         yield Notice(
             f"{jobs.words}: {words}. After correcting scenario or code (or with --force) check again with:", again
         )

@@ -111,7 +111,7 @@ def refused(name: str, **data: Any) -> None:
 
 def test_unusable_parts_are_named(pictures: Path, tmp_path: Path) -> None:
     own = {"use": "image_folder", "path": str(pictures), "size": SIZE}
-    refused("nowhere", **{**own, "path": str(tmp_path / "nowhere")})
+    refused("nowhere holds no pictures", **{**own, "path": str(tmp_path / "nowhere")})
     refused("path", **{**own, "path": 3})
     refused("test", **own, test=1.0)
     refused("mean", **own, mean=[0.5])

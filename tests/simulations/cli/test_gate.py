@@ -117,7 +117,10 @@ def test_a_failed_check_of_the_run_lets_nothing_pass(attacked: Run, doubt: str) 
     [
         ([], "threshold"),
         (["--junit", "x.xml"], "threshold"),
-        (["--fail-above", "psnrr=20"], "'psnrr'"),
+        (["--fail-above", "psnrr=20"], "did you mean psnr?"),
+        (["--fail-above", "anybody_membership=.7"], "did you mean round_membership or"),  # its name before 0.1
+        (["--fail-above", "held_membership=.7"], "or dataset_membership?"),
+        (["--fail-above", "leakage=1"], "there are: psnr"),
         (["--fail-above", "mse=.1"], "--fail-below"),
         (["--fail-below", "psnr=20"], "--fail-above"),
     ],
