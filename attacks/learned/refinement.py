@@ -6,7 +6,6 @@ are white, so few steps suffice: they are long in directions in which images var
 """
 
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -132,21 +131,16 @@ class Refinement:
     steps: int
 
     @cached_property
-    def shadow(self) -> ShadowTrainer:
-        """The training data of the linear inverter."""
-        return self.linear.shadow
-
-    @cached_property
     def prior(self) -> WhitenedPrior:
-        x = self.shadow.auxiliary.x
-        kept = self.shadow.cache.get(f"white-{digest(x, SHRINK)}", lambda: vars(WhitenedPrior.of(x)).copy())
+        x = self.linear.shadow.auxiliary.x
+        kept = self.linear.shadow.cache.get(f"white-{digest(x, SHRINK)}", lambda: vars(WhitenedPrior.of(x)).copy())
         return WhitenedPrior(**{k: t.to(x) for k, t in kept.items()})
 
     @cached_property
     def variances(self) -> dict[str, tuple[float, float]]:
         """The distance of held-out images' updates to those of the linear answers: a and b of each tensor."""
         updates, batches, start = self.held
-        misfit = UpdateLikelihood(self.shadow.known, self.shadow.params, {})
+        misfit = UpdateLikelihood(self.linear.shadow.known, self.linear.shadow.params, {})
         found = misfit.squares(start.view_as(batches.x), batches.y, updates)
         return {k: _line(misfit.size(updates[k]), misfit.mean(updates[k], t.detach())) for k, t in found.items()}
 
@@ -156,19 +150,19 @@ class Refinement:
 
         def choose() -> dict[str, Tensor]:
             updates, batches, start = self.held
-            truth, clock = batches.x.view_as(start), Deadline(0.0, None)
+            truth, clock = batches.x.view_as(start), Deadline()
             tried = {0.0: start} | {t: self.descend(updates, batches.y, start, t, clock)[0] for t in TRUST}
             best = min((float((x - truth).square().mean()), trust) for trust, x in tried.items())
             return {"trust": torch.tensor(best, dtype=torch.float64)}
 
-        name = f"refinement-{digest(self.shadow.key, self.linear.attack, self.steps)}"
-        error, trust = self.shadow.cache.get(name, choose)["trust"].tolist()
+        name = f"refinement-{digest(self.linear.shadow.key, self.linear.attack, self.steps)}"
+        error, trust = self.linear.shadow.cache.get(name, choose)["trust"].tolist()
         return trust, error
 
     @cached_property
     def held(self) -> tuple[Update, Batch, Tensor]:
         """A few held-out batches' updates, the batches with the labels that the attacker uses, and linear answers (n, B, d)."""
-        shadow = self.shadow
+        shadow = self.linear.shadow
         groups = shadow.groups(True)[: max(1, TRIED // shadow.known.batch_size)]
         x, y = shadow.auxiliary.x[groups], shadow.auxiliary.y[groups]
         rng = generator("refined", shadow.key)
@@ -187,7 +181,7 @@ class Refinement:
     ) -> tuple[Tensor, int]:
         """Images (n, B, d) in [0, 1], from a start (n, B, d), and the number of steps."""
         variances = {k: (a / trust, b / trust) for k, (a, b) in self.variances.items()}
-        misfit = UpdateLikelihood(self.shadow.known, self.shadow.params, variances)
+        misfit = UpdateLikelihood(self.linear.shadow.known, self.linear.shadow.params, variances)
         each = max(1, TOGETHER // labels.shape[1])
         found = []
         for rows in torch.arange(len(labels)).split(each):
@@ -207,7 +201,9 @@ class Refinement:
         for done in range(self.steps):
             if clock.over():
                 return self.prior.images(z).clamp(0, 1) if done else start, done
-            slopes = misfit.slopes(self.prior.images(z).view(*labels.shape, *self.shadow.known.shape), labels, seen)
+            slopes = misfit.slopes(
+                self.prior.images(z).view(*labels.shape, *self.linear.shadow.known.shape), labels, seen
+            )
             z.grad = slopes.flatten(2) @ self.prior.factor + z
             adam.step()
             schedule.step()
@@ -226,7 +222,7 @@ def _line(sizes: Tensor, squares: Tensor) -> tuple[float, float]:
 
 def refine(wave: Wave, known: Knowledge, budget: Budget, linear: ridge_inversion) -> list[Reconstruction]:
     """Refined reconstructions of each observation; the budget's iterations are Adam's steps from the linear answer."""
-    clock = Deadline(time.perf_counter(), budget.seconds)
+    clock = Deadline(budget.seconds)
     try:
         labels = labelling.restore(wave, known).sort(1).values
         shadow = ShadowTrainer(known, wave.params, linear.view, linear.passes)

@@ -65,9 +65,12 @@ class Ridge:
     def products(self, new: RidgeInputs) -> Tensor:
         """phi of new rows, or its inner products with phi of the rows that the weights are over."""
         centred = RidgeInputs(new.x.double() - self.centre, new.labels)
-        if self.rows is None:
-            return label_features(centred, self.bond, self.classes)
-        return kernel(centred, self.rows, self.centre, self.bond)
+        if self.rows is not None:
+            return kernel(centred, self.rows, self.centre, self.bond)
+        if not self.bond:
+            return centred.x
+        own = torch.nn.functional.one_hot(centred.labels, self.classes).to(centred.x)
+        return torch.cat([centred.x, self.bond**0.5 * (own[:, :, None] * centred.x[:, None]).flatten(1)], 1)
 
 
 def fit(
@@ -123,14 +126,6 @@ def minimise_on_grid(error: Callable[[float], float], start: float) -> float:
     if at == float("inf"):
         raise ValueError("ridge regression has no solution for any regulariser: the simulated updates are not finite")
     return best
-
-
-def label_features(rows: RidgeInputs, bond: float, classes: int) -> Tensor:
-    """phi: (n, k), or (n, k * (1 + classes))."""
-    if not bond:
-        return rows.x
-    own = torch.nn.functional.one_hot(rows.labels, classes).to(rows.x)
-    return torch.cat([rows.x, bond**0.5 * (own[:, :, None] * rows.x[:, None]).flatten(1)], 1)
 
 
 def kernel(new: RidgeInputs, rows: RidgeInputs, centre: Tensor, bond: float) -> Tensor:

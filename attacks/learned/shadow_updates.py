@@ -16,7 +16,6 @@ from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import SHARE, free_bytes
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.simulator import Simulator
-from fedgauge.attacks.learned.auxiliary import auxiliary_of
 from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.pairing import assigned
 from fedgauge.client.rng import generator
@@ -136,8 +135,8 @@ class ShadowTrainer:
 
     @cached_property
     def auxiliary(self) -> Batch:
-        """The auxiliary images; ValueError if they are too few or of another shape."""
-        return auxiliary_of(self.known, FEWEST * self.known.batch_size)
+        """The auxiliary images; ValueError if they are too few."""
+        return self.known.enough(FEWEST * self.known.batch_size)
 
     @cached_property
     def name(self) -> str:

@@ -6,9 +6,8 @@ Balunović et al., "LAMP: Extracting Text from Gradients with Language Model Pri
 Zhu et al., "Deep Leakage from Gradients" (2019), as LAMP's paper compares it.
 """
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -114,13 +113,13 @@ class lamp(Attack):
         return SentenceLayout(matcher, wave, known, restarts, self.published, self.known_tokens)
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        started = time.perf_counter()
+        deadline = Deadline(budget.seconds)
         try:
             layout, prior = self.layout(wave, known, budget.restarts), self._prior(known)
         except ValueError as error:
             return not_applicable(wave, str(error))
         with torch.no_grad():
-            return _BatchDescent(self, layout, prior, streams, budget, started).answers()
+            return _BatchDescent(self, layout, prior, streams, budget, deadline).answers()
 
     def _prior(self, known: Knowledge) -> LanguagePrior | None:
         if self.discrete == "none" or not self.weights[1]:
@@ -128,11 +127,8 @@ class lamp(Attack):
         source, model, device = self.lm_folder or self.lm, language_model(known), next(known.model.parameters()).device
         if source != AUXILIARY:
             return PretrainedPrior(source, model.tokenizer, device)
-        if known.auxiliary is None:
-            remedy = 'set [data] auxiliary, or lm = "gpt2", or lm_weight = 0'
-            raise ValueError(f"there is no auxiliary text on which to train the language model: {remedy}")
         training = LanguageModelTraining(steps=self.lm_steps)
-        return TrainedPrior(known.auxiliary.x, model.pad, model.vocabulary, training, device)
+        return TrainedPrior(known.public.x, model.pad, model.vocabulary, training, device)
 
 
 def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> lamp:
@@ -141,7 +137,7 @@ def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = Fa
     Args:
         known_tokens, published: as for lamp.
     """
-    return _descent("squared", rate, 0.0, known_tokens, published)
+    return replace(tag(rate, 0.0, known_tokens, published), loss="squared")
 
 
 def tag(rate: float = 0.1, l1: float = 0.01, known_tokens: bool = False, published: bool = False) -> lamp:
@@ -151,13 +147,8 @@ def tag(rate: float = 0.1, l1: float = 0.01, known_tokens: bool = False, publish
         l1: weight of the magnitudes.
         known_tokens, published: as for lamp.
     """
-    return _descent("l2_l1", rate, l1, known_tokens, published)
-
-
-def _descent(loss: Kind, rate: float, l1: float, known_tokens: bool, published: bool) -> lamp:
-    """Only matching: no moves, and no weights but the distance's."""
     return lamp(
-        loss, rate, decay=1.0, l1=l1, length=0, lm_weight=0, draws=1, orders=1, discrete="none",
+        "l2_l1", rate, decay=1.0, l1=l1, length=0, lm_weight=0, draws=1, orders=1, discrete="none",
         known_tokens=known_tokens, published=published,
     )  # fmt: skip
 
@@ -177,10 +168,9 @@ class _BatchDescent:
         prior: LanguagePrior | None,
         streams: Streams,
         budget: Budget,
-        started: float,
+        deadline: Deadline,
     ) -> None:
-        self.attack, self.layout, self.prior, self.budget, self.started = attack, layout, prior, budget, started
-        self.deadline = Deadline(started, budget.seconds)
+        self.attack, self.layout, self.prior, self.budget, self.deadline = attack, layout, prior, budget, deadline
         draws = [(stream, r) for stream in streams for r in range(budget.restarts)]
         self.moving = [stream("moves", r) for stream, r in draws]
         self.rows = torch.arange(len(draws), device=layout.table.device)
@@ -197,7 +187,6 @@ class _BatchDescent:
         done, interrupted = self.run()
         tokens, objectives = self.chosen()
         ranked = torch.where(objectives.isfinite(), objectives, torch.inf).view(-1, budget.restarts)
-        share = (time.perf_counter() - self.started) / len(ranked)
         status: Status = "out_of_budget" if interrupted else "converged"
         reason = f"{done} of {budget.iterations} iterations in {budget.seconds} s" if interrupted else ""
         answers = []
@@ -205,10 +194,10 @@ class _BatchDescent:
             row, value = k * budget.restarts + best, float(ranked[k, best])
             if value == torch.inf:
                 lost = "the objective is not finite"
-                answers.append(Reconstruction(None, None, float("nan"), done, share, "diverged", lost))
+                answers.append(Reconstruction(None, None, float("nan"), done, 0.0, "diverged", lost))
                 continue
             y = None if layout.labels is None else layout.labels[row].cpu()
-            answers.append(Reconstruction(layout.padded(tokens[row], row), y, value, done, share, status, reason))
+            answers.append(Reconstruction(layout.padded(tokens[row], row), y, value, done, 0.0, status, reason))
         return answers
 
     def run(self) -> tuple[int, bool]:
