@@ -118,7 +118,6 @@ def embeds_patches(model: nn.Module, shape: Sequence[int]) -> bool:
 
 
 def _patches_read(model: nn.Module, shape: Sequence[int]) -> InputLayer:
-    """The convolution that cuts the example into patches side by side."""
     layers = [layer for layer in input_layers(model, shape) if not layer.dense]
     for layer in layers:
         size, given = tuple(model.get_parameter(layer.call.weight).shape[2:]), layer.call.settings

@@ -232,7 +232,6 @@ def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
 
 
 def _silent(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the entries of L Q (m, N) that are zero up to rounding."""
     signals: Tensor = (rows @ columns).abs()
     return signals < SILENT * signals.amax(0)
 

@@ -47,7 +47,6 @@ class GeneratorSearch(Attack):
 
     @property
     def own_generator(self) -> Table | None:
-        """A user's generator in place of one trained here."""
         return None
 
     @property

@@ -51,7 +51,6 @@ class ImageGenerator:
 
     @property
     def numbers(self) -> int:
-        """Latents of one image."""
         return math.prod(self.latent)
 
     def __call__(self, z: Tensor, weights: Params | None = None) -> Tensor:
@@ -61,7 +60,6 @@ class ImageGenerator:
         return (images.reshape(len(z), *self.shape) - self.low) / (self.high - self.low)
 
     def to(self, like: Tensor) -> "ImageGenerator":
-        """Move it to a tensor's dtype and device."""
         self.network.to(like)
         return self
 

@@ -163,5 +163,4 @@ def hungarian(costs: Tensor) -> Tensor:
 
 
 def _name(stored: Tensor) -> str:
-    """A name in the tensor cache; empty for none."""
     return bytes(stored.tolist()).hex() if bool(stored.any()) else ""

@@ -57,7 +57,6 @@ class WhitenedPrior:
         return cls(*(t.to(x) for t in (flat.mean(0), factor, back)))
 
     def images(self, z: Tensor) -> Tensor:
-        """Images (..., d) from white coordinates (..., d)."""
         return self.mean + z @ self.factor.T
 
     def coordinates(self, x: Tensor) -> Tensor:

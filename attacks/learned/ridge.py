@@ -168,20 +168,16 @@ class ridge_inversion(Attack):
 
     @property
     def view(self) -> UpdateFeatures:
-        """The features of updates that it reads."""
         return UpdateFeatures(True, self.buckets)
 
 
 @dataclass(frozen=True, eq=False)
 class FittedRidge:
-    """The ridge of one attack under one threat model and model."""
-
     attack: ridge_inversion
     shadow: ShadowTrainer
 
     @cached_property
     def inverter(self) -> Ridge:
-        """The ridge, from the cache or fitted now."""
         kept = self.shadow.cache.get(f"ridge-{digest(self.shadow.key, self.attack)}", self._fit)
         dual, quiet, bond, regulariser, error = (float(kept[k]) for k in NUMBERS)
         rows = _inputs(self.shadow.shadow_data(False, quiet=bool(quiet))) if dual else None

@@ -130,7 +130,6 @@ class ShadowTrainer:
 
     @cached_property
     def cache(self) -> TensorCache:
-        """The cache of training data and trained networks."""
         return replace(TensorCache.own(), device=self.device)
 
     @cached_property
@@ -158,12 +157,10 @@ class ShadowTrainer:
 
     @cached_property
     def entries(self) -> int:
-        """Entries of an update."""
         return sum(p.numel() for p in self.params.values())
 
     @property
     def each(self) -> int:
-        """Rows of an update."""
         return self.known.batch_size if self.view.by_label else 1
 
     @cached_property
@@ -215,7 +212,6 @@ class ShadowTrainer:
 
     @property
     def device(self) -> torch.device:
-        """The device of the simulation."""
         return next(iter(self.params.values())).device
 
     def _simulated(self, groups: Tensor, name: str, quiet: bool) -> dict[str, Tensor]:

@@ -27,7 +27,6 @@ def perceptron(widths: Sequence[int], *end: nn.Module) -> nn.Sequential:
 
 
 def seeded(make: Callable[[], Network], *seed: str) -> Network:
-    """An untrained network, as torch initialises it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(*seed))
         return make()

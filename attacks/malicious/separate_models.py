@@ -131,7 +131,6 @@ def _proven(result: Reconstruction, params: Params, update: Params, known: Knowl
 
 
 def _merged(parts: Sequence[tuple[Reconstruction, bool]], known: Knowledge) -> Reconstruction:
-    """Merge the results for one observation's parts, in the order of the batch."""
     results = [r for r, _ in parts]
     places = [range(i, known.batch_size, len(parts)) for i in range(len(parts))]
     proven = sum(len(place) for (_, exact), place in zip(parts, places, strict=True) if exact)

@@ -58,7 +58,6 @@ class CandidateGradients:
 
     @cached_property
     def losses(self) -> Tensor:
-        """(N,) float64, each candidate's loss."""
         return self.losses_at(self.params)
 
     def losses_at(self, params: Params) -> Tensor:

@@ -146,8 +146,6 @@ class GuessVerifier:
 
 
 class SentenceReader(EachByItself):
-    """An attack that reads each observation's sentences by themselves, and tries to prove them."""
-
     on_cpu = False
 
     @abstractmethod

@@ -43,7 +43,6 @@ Distances = dict[Ids, tuple[float, float]]  # of sentences: the mean and the lar
 
 
 def _exchanged(ids: Ids, position: int, words: Sequence[int]) -> list[Ids]:
-    """A sentence with each of the other words in one position."""
     return [(*ids[:position], word, *ids[position + 1 :]) for word in words if word != ids[position]]
 
 
@@ -144,7 +143,6 @@ class _SentenceSearch:
 
     @property
     def size(self) -> int:
-        """Sentences of the batch."""
         return self.verifier.known.batch_size
 
     @property

@@ -94,7 +94,6 @@ class lamp(Attack):
 
     @property
     def optimizer(self) -> staircase:
-        """The embeddings' optimizer."""
         return staircase(self.rate, decay=self.decay, stride=self.stride)
 
     @property
@@ -108,7 +107,6 @@ class lamp(Attack):
         return self.weights[1] > 0
 
     def layout(self, wave: Wave, known: Knowledge, restarts: int) -> SentenceLayout:
-        """Return the positions of the words of a wave's sentences."""
         matcher = Matcher(wave, known, self.loss, self.l1, keys=self.published)
         return SentenceLayout(matcher, wave, known, restarts, self.published, self.known_tokens)
 
@@ -182,7 +180,6 @@ class _BatchDescent:
         self.kept = [t.clone() for t in self.variables]
 
     def answers(self) -> list[Reconstruction]:
-        """Each observation's restart with the lowest objective."""
         layout, budget = self.layout, self.budget
         done, interrupted = self.run()
         tokens, objectives = self.chosen()
@@ -273,7 +270,6 @@ class _BatchDescent:
         return self._distance([moved(t) for t in self.variables], self.rows[row].expand(len(order)))
 
     def _step(self, done: int, iterations: int) -> None:
-        """One step of Adam for all problems."""
         layout, x = self.layout, self.variables[0]
         guess = self._guess(self.variables, self.rows)
         value, by_x, by_y = layout.matcher.value_and_slopes(guess)
@@ -300,7 +296,6 @@ class _BatchDescent:
         return weight * apart.square(), slope * counted[..., None]
 
     def _move(self) -> None:
-        """Put each sentence's words in the best of the proposed orders."""
         tokens = self.layout.tokens(*self.variables)
         moved = [*self.variables, *(() if self.attack.published else (t for both in self.moments for t in both))]
         for row in range(len(self.rows)):

@@ -71,7 +71,6 @@ class learned_rows(Attack):
     def _trained(
         self, shadow: ShadowTrainer, tables: Sequence[str], budget: Budget, clock: Deadline
     ) -> tuple[nn.Module, TrainingRecord]:
-        """The network of a word's scores at each position, from the cache or trained now."""
         name = digest("rows", shadow.key, self, budget)
         features = row_features(tables, {name: t[None] for name, t in shadow.params.items()})[0].shape[2]
         widths = [features, self.hidden, self.hidden, shadow.known.shape[0]]

@@ -82,7 +82,6 @@ class learning_to_invert_text(Attack):
     def _inverter(
         self, shadow: ShadowTrainer, words: Tensor, budget: Budget, clock: Deadline
     ) -> tuple["SentenceNetwork", TrainingRecord]:
-        """The inverter, from the cache or trained now."""
         known, name = shadow.known, digest("text", shadow.key, self, budget)
         widths = [shadow.columns, *[self.hidden] * (self.layers - 1)]
         size = (known.batch_size, known.shape[0], self.width)
@@ -101,7 +100,6 @@ class learning_to_invert_text(Attack):
         return network, load(network, shadow.cache.get(f"inverter-{name}", train))
 
     def _training_knowledge(self, known: Knowledge, model: LanguageModel) -> Knowledge:
-        """The threat model with the sentences to train on as auxiliary data."""
         if not self.pseudo or known.auxiliary is None:
             return known
         made = pseudo_sentences(known.auxiliary, self.pseudo, known.classes, model)
