@@ -75,7 +75,6 @@ class Matcher:
         distribution = known.chain.update_distribution or UpdateDistribution()
         self.known = replace(known, chain=known.chain.visible) if distribution.sparse else known
         self.kind, self.l1 = kind, l1 if kind == "l2_l1" else 0.0
-        self.visible = distribution.sparse  # entries that are exactly zero in the observed gradient do not count
         self.signed = signs("hinge" if known.batch_size == 1 else "tanh") if distribution.signed else None
         # the noise-free form of an unknown mask shrinks every entry, but the entries that are seen are not shrunk
         self.scale = known.scale * distribution.shrink
@@ -87,7 +86,7 @@ class Matcher:
             raise Unreadable("the update holds only the gradient of word embeddings, which matching cannot use")
         # in units of the gradient, as the papers' weights are
         observed = {name: wave.update[name] / -known.scale for name in self.names}
-        self.seen = ObservedGradients(observed, self.visible)
+        self.seen = ObservedGradients(observed, distribution.sparse)
         self.way: Way = self._way()
 
     def _way(self) -> Way:
@@ -174,7 +173,7 @@ class Matcher:
         expected = {name: update[name] / -self.scale for name in self.names}
         if self.signed is not None:
             return self.signed(seen, expected)
-        if self.visible:
+        if self.seen.visible:
             expected = {k: torch.where(seen[k] != 0, t, torch.zeros_like(t)) for k, t in expected.items()}
         if self.kind == "cosine":
             products = [((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()]
