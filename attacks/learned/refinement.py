@@ -57,6 +57,7 @@ class WhitenedPrior:
         return cls(*(t.to(x) for t in (flat.mean(0), factor, back)))
 
     def images(self, z: Tensor) -> Tensor:
+        """Images (..., d) from white coordinates (..., d)."""
         return self.mean + z @ self.factor.T
 
     def coordinates(self, x: Tensor) -> Tensor:
@@ -130,16 +131,21 @@ class Refinement:
     steps: int
 
     @cached_property
+    def shadow(self) -> ShadowTrainer:
+        """The training data of the linear inverter."""
+        return self.linear.shadow
+
+    @cached_property
     def prior(self) -> WhitenedPrior:
-        x = self.linear.shadow.auxiliary.x
-        kept = self.linear.shadow.cache.get(f"white-{digest(x, SHRINK)}", lambda: vars(WhitenedPrior.of(x)).copy())
+        x = self.shadow.auxiliary.x
+        kept = self.shadow.cache.get(f"white-{digest(x, SHRINK)}", lambda: vars(WhitenedPrior.of(x)).copy())
         return WhitenedPrior(**{k: t.to(x) for k, t in kept.items()})
 
     @cached_property
     def variances(self) -> dict[str, tuple[float, float]]:
         """The distance of held-out images' updates to those of the linear answers: a and b of each tensor."""
         updates, batches, start = self.held
-        misfit = UpdateLikelihood(self.linear.shadow.known, self.linear.shadow.params, {})
+        misfit = UpdateLikelihood(self.shadow.known, self.shadow.params, {})
         found = misfit.squares(start.view_as(batches.x), batches.y, updates)
         return {k: _line(misfit.size(updates[k]), misfit.mean(updates[k], t.detach())) for k, t in found.items()}
 
@@ -154,14 +160,14 @@ class Refinement:
             best = min((float((x - truth).square().mean()), trust) for trust, x in tried.items())
             return {"trust": torch.tensor(best, dtype=torch.float64)}
 
-        name = f"refinement-{digest(self.linear.shadow.key, self.linear.attack, self.steps)}"
-        error, trust = self.linear.shadow.cache.get(name, choose)["trust"].tolist()
+        name = f"refinement-{digest(self.shadow.key, self.linear.attack, self.steps)}"
+        error, trust = self.shadow.cache.get(name, choose)["trust"].tolist()
         return trust, error
 
     @cached_property
     def held(self) -> tuple[Update, Batch, Tensor]:
         """A few held-out batches' updates, the batches with the labels that the attacker uses, and linear answers (n, B, d)."""
-        shadow = self.linear.shadow
+        shadow = self.shadow
         groups = shadow.groups(True)[: max(1, TRIED // shadow.known.batch_size)]
         x, y = shadow.auxiliary.x[groups], shadow.auxiliary.y[groups]
         rng = generator("refined", shadow.key)
@@ -180,7 +186,7 @@ class Refinement:
     ) -> tuple[Tensor, int]:
         """Images (n, B, d) in [0, 1], from a start (n, B, d), and the number of steps."""
         variances = {k: (a / trust, b / trust) for k, (a, b) in self.variances.items()}
-        misfit = UpdateLikelihood(self.linear.shadow.known, self.linear.shadow.params, variances)
+        misfit = UpdateLikelihood(self.shadow.known, self.shadow.params, variances)
         each = max(1, TOGETHER // labels.shape[1])
         found = []
         for rows in torch.arange(len(labels)).split(each):
@@ -200,9 +206,7 @@ class Refinement:
         for done in range(self.steps):
             if clock.over():
                 return self.prior.images(z).clamp(0, 1) if done else start, done
-            slopes = misfit.slopes(
-                self.prior.images(z).view(*labels.shape, *self.linear.shadow.known.shape), labels, seen
-            )
+            slopes = misfit.slopes(self.prior.images(z).view(*labels.shape, *self.shadow.known.shape), labels, seen)
             z.grad = slopes.flatten(2) @ self.prior.factor + z
             adam.step()
             schedule.step()
