@@ -303,7 +303,7 @@ class Reconstruction:
         x: (B, C, H, W) in [0, 1], token ids (B, L) int64, padded like the data, or rows (B, D); None: nothing to grade.
         y: (B, ...) labels as restored, given or optimised; None: the attack claims none.
         objective: of the attack itself, at the end; it chooses among restarts.
-        iterations, seconds: spent; the seconds of a wave are shared equally among its observations.
+        iterations: spent; seconds: a wave's are shared equally among its observations, by the audit, which measures them.
         status: converged (ran its schedule to the end), out_of_budget (time ended it), diverged, not_applicable.
         reason: why the status is not converged; for converged ones an optional note on what is proven or how it was found.
         confidence: of a row's cells (B, F) in [0, 1], as the attack judges itself; None: it does not.

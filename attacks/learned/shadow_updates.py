@@ -16,7 +16,6 @@ from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import SHARE, free_bytes
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.simulator import Simulator
-from fedgauge.attacks.learned.auxiliary import auxiliary_of
 from fedgauge.client.gradient import gradient
 from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.pairing import assigned
@@ -131,13 +130,12 @@ class ShadowTrainer:
 
     @cached_property
     def cache(self) -> TensorCache:
-        """The cache of training data and trained networks."""
         return replace(TensorCache.own(), device=self.device)
 
     @cached_property
     def auxiliary(self) -> Batch:
-        """The auxiliary images; ValueError if they are too few or of another shape."""
-        return auxiliary_of(self.known, FEWEST * self.known.batch_size)
+        """The auxiliary images; ValueError if they are too few."""
+        return self.known.enough(FEWEST * self.known.batch_size)
 
     @cached_property
     def name(self) -> str:
@@ -159,12 +157,10 @@ class ShadowTrainer:
 
     @cached_property
     def entries(self) -> int:
-        """Entries of an update."""
         return sum(p.numel() for p in self.params.values())
 
     @property
     def each(self) -> int:
-        """Rows of an update."""
         return self.known.batch_size if self.view.by_label else 1
 
     @cached_property
@@ -216,7 +212,6 @@ class ShadowTrainer:
 
     @property
     def device(self) -> torch.device:
-        """The device of the simulation."""
         return next(iter(self.params.values())).device
 
     def _simulated(self, groups: Tensor, name: str, quiet: bool) -> dict[str, Tensor]:

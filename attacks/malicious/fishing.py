@@ -114,7 +114,6 @@ def _row_logits(sent: Params, known: Knowledge, row: Tensor) -> Tensor:
 
 
 def _one_row(params: Params, known: Knowledge, row: int, weight: Tensor, bias: float) -> dict[str, Tensor]:
-    """The weights with a classifier of zeros except for one row."""
     changed, name = {k: t.clone() for k, t in params.items()}, classifier(known.model, known.shape)
     for key, value in ((f"{name}.weight", weight), (f"{name}.bias", bias)):
         changed[key].zero_()

@@ -82,7 +82,7 @@ class GradientMatching(Attack):
         Raises:
             SearchFails: that is impossible.
         """
-        started = time.perf_counter()
+        started, clock = time.perf_counter(), Deadline(budget.seconds)
         try:
             problems = self._problems(wave, known, budget.restarts, streams)
             rows, starts = torch.arange(problems.count), partial(problems.starts, streams=streams)
@@ -93,7 +93,6 @@ class GradientMatching(Attack):
         if start is not None:
             first = problems.free(known.normalise(start)).repeat(1, problems.epochs, *[1] * len(known.shape))
             variables["x"][:: budget.restarts] = first.to(variables["x"])
-        clock = Deadline(started, budget.seconds)
         outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock))
         images = problems.joined(variables["x"], rows)
         labels = problems.joined_labels(variables, rows)

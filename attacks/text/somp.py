@@ -165,7 +165,6 @@ class Pursuit:
         return {name: part.view_as(t).to(t) for (name, t), part in parts}
 
     def update_of(self, ids: Ids) -> Tensor:
-        """Return the update of a client with only this sentence, as one vector."""
         if ids in self._updates:
             return self._updates[ids]
         return self._flat(self.verifier.update_of(self.verifier.decoded([ids])))
@@ -218,7 +217,6 @@ class Pursuit:
 
     @property
     def explained(self) -> bool:
-        """Return whether only rounding is left of the update."""
         return float(self.residual.norm()) <= TOLERANCE * float(self.seen.norm())
 
     def choose(self, count: int) -> None:

@@ -212,7 +212,7 @@ def test_training_ends_with_its_seconds_or_where_held_out_sentences_become_no_li
         (lambda k: replace(k, text=None), SMALL, "language model"),
         (lambda k: replace(k, model=mlp((1, 2, 2), 2)), SMALL, "language model"),
         (lambda k: replace(k, auxiliary=None), SMALL, "auxiliary"),
-        (lambda k: replace(k, batch_size=100), SMALL, "at least 400 auxiliary"),
+        (lambda k: replace(k, batch_size=100), SMALL, "400 auxiliary"),
         (lambda k: k, replace(SMALL, buckets=10**9), "buckets"),
     ],
 )

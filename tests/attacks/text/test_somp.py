@@ -53,7 +53,7 @@ def test_pursuit_finds_the_batch_among_decoys_with_equal_coefficients(spoken: Te
     every = sentences(Batch(spoken.x[rows], spoken.y[rows]))
     truth = Batch(spoken.x[rows[:size]], spoken.y[rows[:size]])
     wave, known = seen(gpt2(spoken), [truth])
-    pursuit = Pursuit(GuessVerifier(wave, known), {ids[:-1]: 0.0 for ids in every}, Deadline(0.0, None))
+    pursuit = Pursuit(GuessVerifier(wave, known), {ids[:-1]: 0.0 for ids in every}, Deadline())
     pursuit.choose(size)
     assert pursuit._updates.keys() == set(pursuit.chosen), "an update is as large as the network"
     while pursuit.exchange():
