@@ -162,21 +162,15 @@ class Knowledge:
 
     @property
     def public(self) -> Batch:
-        """The auxiliary examples.
-
-        Raises:
-            ValueError: the attacker has none.
-        """
-        if self.auxiliary is None:
-            raise ValueError("the attacker has no auxiliary examples: set [data] auxiliary above 0")
-        return self.auxiliary
+        """The auxiliary examples; ValueError if there are none."""
+        return self.enough(1)
 
     def enough(self, least: int, remedy: str = "raise [data] auxiliary") -> Batch:
-        """The auxiliary examples; ValueError where they are fewer than these."""
+        """The auxiliary examples; ValueError if they are fewer than these."""
         count = 0 if self.auxiliary is None else len(self.auxiliary.y)
-        if count < least:
+        if self.auxiliary is None or count < least:
             raise ValueError(f"it needs {least} auxiliary examples, and there are {count}: {remedy}")
-        return self.public
+        return self.auxiliary
 
     def _chained(self, compute: UpdateFn) -> UpdateFn:
         return (per_example_loop(self.chain.mean) if self.plain else self.chain.mean)(compute)

@@ -277,31 +277,6 @@ def records_of(federation: Federation, client: int) -> int:
     return len(shards.indices[client]) if client < len(shards.indices) else shards.batch_size
 
 
-def spent(
-    federation: Federation,
-    rounds: Mapping[int, int],
-    delta: float = DELTA,
-    secret: bool = True,
-    entries: int | None = None,
-) -> PrivacySpent:
-    """The largest budget that a client of a federation has spent.
-
-    Args:
-        rounds: by client, the number of rounds with a reply from it.
-        secret, entries: as for Accountant.of.
-
-    Raises:
-        NoGuarantee: no epsilon holds.
-    """
-    accountant = Accountant.of(federation, delta, secret, entries)
-    alike = {(n, records_of(federation, client)) for client, n in rounds.items()}  # a ledger may name many clients
-    each = [accountant.spent(n, records) for n, records in alike]
-    found = PrivacySpent(max((s.record for s in each), default=0.0), max((s.client for s in each), default=0.0))
-    if math.inf in (found.record, found.client):
-        raise NoGuarantee("no epsilon: the noise is negligible compared with the clip")
-    return found
-
-
 @dataclass(frozen=True)
 class PrivacyStatement:
     """The privacy budget of a run, for display.
@@ -323,16 +298,26 @@ def privacy_statement(
     secret: bool = True,
     entries: int | None = None,
 ) -> PrivacyStatement:
-    """The result of `spent`, in numbers and words."""
+    """The largest budget that a client of a federation has spent.
+
+    Args:
+        rounds: by client, the number of rounds with a reply from it.
+        secret, entries: as for Accountant.of.
+    """
     try:
-        found = spent(federation, rounds, delta, secret, entries)
+        accountant = Accountant.of(federation, delta, secret, entries)
+        alike = {(n, records_of(federation, client)) for client, n in rounds.items()}  # a ledger may name many clients
+        each = [accountant.spent(n, records) for n, records in alike]
+        record, client = (max((getattr(s, of) for s in each), default=0.0) for of in ("record", "client"))
+        if math.inf in (record, client):
+            raise NoGuarantee("no epsilon: the noise is negligible compared with the clip")
     except NoGuarantee as why:
         return PrivacyStatement(None, None, delta, str(why))
     most = max(rounds.values(), default=0)
     divided = federation.protocol.data.get("partition", "iid") != "iid"
     condition = "; where no label changes, as labels divide the data among clients" if divided else ""
     words = (
-        f"epsilon {found.record:.3g} for one record replaced, {found.client:.3g} for all of a client's data (delta {delta:g}; "
+        f"epsilon {record:.3g} for one record replaced, {client:.3g} for all of a client's data (delta {delta:g}; "
         f"{most} round{'s' if most != 1 else ''}{condition})"
     )
-    return PrivacyStatement(found.record, found.client, delta, words)
+    return PrivacyStatement(record, client, delta, words)

@@ -209,9 +209,7 @@ class Auditor:
     ) -> list[tuple[Reconstruction, ClientState | None]]:
         """Each client's reconstruction, and what a stateful attack remembers of it.
 
-        Args:
-            members: clients that the server sees as one sum.
-            memories: as for `audit`; the attack gets of the truth what its threat model gives it and no more.
+        The attack gets of the truth what its threat model gives it and no more.
         """
         attack = planned.build()
         known, wave = self._threat(planned, attack, wave, members)

@@ -77,11 +77,7 @@ class GradientMatching(Attack):
     def search_all(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, start: Tensor | None = None
     ) -> "EveryRestart":
-        """Search with every restart of every observation.
-
-        Raises:
-            SearchFails: that is impossible.
-        """
+        """Search with every restart of every observation; SearchFails where that is impossible."""
         started = time.perf_counter()
         try:
             problems = self._problems(wave, known, budget.restarts, streams)

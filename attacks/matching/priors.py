@@ -13,7 +13,7 @@ from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.computation import layer_inputs
 from fedgauge.attacks.gaussian_prior import GaussianPrior, class_means, deviations
 from fedgauge.attacks.learned.generators import GeneratorTraining, check, generator_of
-from fedgauge.client.components import Checked, ComponentKind, Count, Positive
+from fedgauge.client.components import Checked, ComponentKind, Count, NotNegative, Positive
 from fedgauge.client.update import Params
 
 ESTIMATED = 64  # batches of auxiliary images from which BatchNorm's statistics are estimated
@@ -77,7 +77,7 @@ class total_variation(Prior):
             in GradInversion; the weights of the two differ by the number of pixels.
     """
 
-    weight: float
+    weight: NotNegative
     power: Literal[1, 2] = 1
 
     def bind(self, known: Knowledge, params: Params) -> Energy:
@@ -98,7 +98,7 @@ def _mean(differences: Tensor) -> Tensor:
 class magnitude(Prior):
     """The mean square of normalised pixels (the L2 term of DeepInversion)."""
 
-    weight: float
+    weight: NotNegative
 
     def bind(self, known: Knowledge, params: Params) -> Energy:
         return lambda x: x.square().mean()
@@ -116,7 +116,7 @@ class batch_statistics(Prior):
             returns (GIA Running). "auxiliary": the mean over batches of auxiliary images (GIA Estimate).
     """
 
-    weight: float
+    weight: NotNegative
     of: Literal["running", "auxiliary"] = "running"
 
     def bind(self, known: Knowledge, params: Params) -> Energy:
@@ -154,39 +154,35 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     return by_channel.mean(1), by_channel.var(1, correction=0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class gaussian(Prior):
     """A normal distribution over an example's pixels: half the squared Mahalanobis distance.
 
+    It is fitted to the attacker's auxiliary images.
+
     Args:
         weight: 1 with a likelihood that is a density, such as that of noise; far less with a cosine.
-        mean: (d,); covariance: (d, d), positive definite. Default: fitted to the attacker's auxiliary images.
         by_class: each image has its class's mean, and all have the covariance within classes; labels are restored or given.
     """
 
-    weight: float = 1.0
-    mean: Tensor | None = None
-    covariance: Tensor | None = None
+    weight: NotNegative = 1.0
     by_class: bool = False
 
     def bind(self, known: Knowledge, params: Params) -> Energy | LabelledEnergy:
-        if self.mean is not None and self.covariance is not None:
-            fitted = GaussianPrior.of(self.mean, self.covariance)
-        else:
-            fitted = GaussianPrior.fit(deviations(known.public) if self.by_class else known.public.x)
-        if self.mean is not None or not self.by_class:
-            return partial(_mahalanobis, known, fitted.mean, fitted)
+        fitted = GaussianPrior.fit(deviations(known.public) if self.by_class else known.public.x)
+        if not self.by_class:
+            return partial(mahalanobis, known, fitted.mean, fitted)
         every = torch.arange(known.classes, device=known.public.y.device)
         means = class_means(known.public, every).flatten(1).double()
 
         def energy(x: Tensor, y: Tensor) -> Tensor:
             weights = y if y.is_floating_point() else nn.functional.one_hot(y, known.classes)
-            return _mahalanobis(known, weights.to(means) @ means, fitted, x)
+            return mahalanobis(known, weights.to(means) @ means, fitted, x)
 
         return LabelledEnergy(energy, lambda y: known.normalise(means[y].view(*y.shape, *known.shape)))
 
 
-def _mahalanobis(known: Knowledge, mean: Tensor, fitted: GaussianPrior, x: Tensor) -> Tensor:
+def mahalanobis(known: Knowledge, mean: Tensor, fitted: GaussianPrior, x: Tensor) -> Tensor:
     """Half the squared distance of images x (B, C, H, W) from means (d,) or (B, d), summed, by the covariance's axes."""
     centred = known.pixels(x).flatten(1) - mean.to(x)
     along = centred @ fitted.axes.to(x).T
@@ -253,7 +249,7 @@ def fitted_total_variation(known: Knowledge) -> float:
 class laplacian(Prior):
     """Independent Laplace distributions of pixels in [0, 1]: the sum of |x - mean| / scale."""
 
-    weight: float
+    weight: NotNegative
     mean: float
     scale: float
 
@@ -275,7 +271,7 @@ class generator_prior(Prior):
         deviation: of the noise.
     """
 
-    weight: float = 1.0
+    weight: NotNegative = 1.0
     generator: dict | None = None  # type: ignore[type-arg]  # as TOML gives it; `check` looks at what is in it
     latent: Count = 128
     width: Count = 32
