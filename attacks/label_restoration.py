@@ -25,7 +25,7 @@ from fedgauge.attacks.solved_labels import (
     outputs_of,
     solved,
 )
-from fedgauge.client.labels import Binary, Findings, LabelKind, Mask, NoLabel
+from fedgauge.client.label_kinds import Binary, Findings, LabelKind, Mask, NoLabel
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy, is_mean
 from fedgauge.client.models.vision import layer_parameters
