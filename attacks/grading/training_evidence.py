@@ -134,10 +134,8 @@ def _class_sums(fed: Federation, seen: Observation, eps: float) -> tuple[float, 
     classes = fed.shards.dataset.classes
     if not is_cross_entropy(fed.loss) or classes == 2:
         return None
-    try:
-        name = layer_parameters(classifier(fed.model, fed.shards.dataset.shape))[
-            0
-        ]  # many trainings leave the decay of biases out
+    try:  # of the weight alone: many trainings leave the decay of biases out
+        name, _ = layer_parameters(classifier(fed.model, fed.shards.dataset.shape))
     except ValueError:  # no fully connected layer computes the logits
         return None
     if name not in seen.update or seen.params[name].dim() < 2 or len(seen.update[name]) != classes:
