@@ -127,12 +127,6 @@ class Knowledge:
         columns: of a table's rows; None for other examples.
         plain: differentiate by plain autograd and in loops, for a model that torch.func or vmap refuses.
         label_kind: one class, findings, numbers or none.
-
-    Example:
-        >>> from fedgauge.client.local_training import local_sgd
-        >>> local = Chain((local_sgd(rate=0.5, steps=4),))
-        >>> Knowledge(nn.Flatten(), local, (1, 2, 2), classes=4, batch_size=1, mean=(0.5,), std=(0.25,)).scale
-        2.0
     """
 
     model: nn.Module

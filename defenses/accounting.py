@@ -78,12 +78,6 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
 
     Raises:
         NoGuarantee: the chain lacks clipping or noise, or another link undoes their guarantee.
-
-    Example:
-        >>> from fedgauge.client.chain import chain
-        >>> from fedgauge.client.local_training import local_sgd
-        >>> mechanism(chain(clip(1.0), local_sgd(0.1), gaussian(0.05)), batch_size=8).client
-        0.5
     """
     for name, layer in model.named_modules() if model is not None else ():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
