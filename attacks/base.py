@@ -127,12 +127,6 @@ class Knowledge:
         columns: of a table's rows; None for other examples.
         plain: differentiate by plain autograd and in loops, for a model that torch.func or vmap refuses.
         label_kind: one class, findings, numbers or none.
-
-    Example:
-        >>> from fedgauge.client.local_training import local_sgd
-        >>> local = Chain((local_sgd(rate=0.5, steps=4),))
-        >>> Knowledge(nn.Flatten(), local, (1, 2, 2), classes=4, batch_size=1, mean=(0.5,), std=(0.25,)).scale
-        2.0
     """
 
     model: nn.Module
@@ -162,21 +156,15 @@ class Knowledge:
 
     @property
     def public(self) -> Batch:
-        """The auxiliary examples.
-
-        Raises:
-            ValueError: the attacker has none.
-        """
-        if self.auxiliary is None:
-            raise ValueError("the attacker has no auxiliary examples: set [data] auxiliary above 0")
-        return self.auxiliary
+        """The auxiliary examples; ValueError if there are none."""
+        return self.enough(1)
 
     def enough(self, least: int, remedy: str = "raise [data] auxiliary") -> Batch:
-        """The auxiliary examples; ValueError where they are fewer than these."""
+        """The auxiliary examples; ValueError if they are fewer than these."""
         count = 0 if self.auxiliary is None else len(self.auxiliary.y)
-        if count < least:
+        if self.auxiliary is None or count < least:
             raise ValueError(f"it needs {least} auxiliary examples, and there are {count}: {remedy}")
-        return self.public
+        return self.auxiliary
 
     def _chained(self, compute: UpdateFn) -> UpdateFn:
         return (per_example_loop(self.chain.mean) if self.plain else self.chain.mean)(compute)

@@ -5,7 +5,7 @@ written: nn.ReLU, F.relu and .relu() are alike, in whatever order its modules ar
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -206,13 +206,10 @@ def layer_inputs(
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         found.append((module, inputs[0]))
 
-    hooks = [m.register_forward_pre_hook(note) for m in layers]
-    try:
-        with without_running_stats(model):
-            functional_call(model, params, (x,))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, without_running_stats(model):
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(note))
+        functional_call(model, params, (x,))
     return found
 
 

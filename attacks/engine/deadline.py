@@ -20,14 +20,8 @@ class Deadline:
 
 @dataclass(frozen=True, eq=False)
 class OptimizationResult:
-    """The results of P problems.
-
-    Args:
-        objectives: (P,).
-        spent: (P,) iterations or evaluations.
-        interrupted: (P,) whether the deadline ended it early.
-    """
+    """The results of P problems, each tensor (P,)."""
 
     objectives: Tensor
-    spent: Tensor
-    interrupted: Tensor
+    spent: Tensor  # iterations or evaluations
+    interrupted: Tensor  # whether the deadline ended it early

@@ -15,9 +15,10 @@ from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import SHARE, free_bytes
 from fedgauge.attacks.engine.cache import TensorCache, digest
+from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.client.gradient import gradient
-from fedgauge.client.models.vision import last_linear, layer_parameters
+from fedgauge.client.models.vision import layer_parameters
 from fedgauge.client.pairing import assigned
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update
@@ -83,10 +84,10 @@ class UpdateFeatures:
 def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
     """Updates (n, ...) with the classifier's rows reordered: the row of the own label (n,) first, then the others.
 
-    Unchanged if the model's last fully connected layer is no classifier.
+    Unchanged if the model has no fully connected classifier.
     """
     try:
-        layer = last_linear(known.model)
+        layer = classifier(known.model, known.shape)
     except ValueError:
         return updates
     classes, names = known.classes, layer_parameters(layer)

@@ -267,24 +267,6 @@ def require_positive(name: str, value: int) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def last_linear(model: nn.Module) -> str:
-    """The name of the classifier: the last nn.Linear of the model.
-
-    Example:
-        >>> last_linear(mlp((1, 28, 28), classes=10))
-        '3'
-
-    Raises:
-        ValueError: there is none.
-    """
-    names: list[str] = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not names:
-        raise ValueError(
-            'the model has no fully connected layer, and label restoration needs one: set labels = "given"'
-        )
-    return names[-1]
-
-
 def layer_parameters(layer: str) -> tuple[str, str]:
     """The names of a layer's weight and bias; a layer without a name is the model itself."""
     return (f"{layer}.weight", f"{layer}.bias") if layer else ("weight", "bias")

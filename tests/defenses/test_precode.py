@@ -13,13 +13,14 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer, gradient
 from fedgauge.client.local_training import local_sgd
-from fedgauge.client.models.vision import detached_params, last_linear, lenet, mlp
+from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.precode import precode
@@ -108,7 +109,7 @@ def test_the_rest_of_the_model_and_the_one_handed_in_stay() -> None:
     defended = precode(plain, latent=8)
     assert detached_params(plain).keys() == kept.keys()
     found = detached_params(defended)
-    assert last_linear(defended) == "linear.layer"
+    assert classifier(defended, (1, 28, 28)) == "linear.layer"
     assert all(torch.equal(found[k.replace("linear.", "linear.layer.")], t) for k, t in kept.items())
     assert found["linear.bottleneck.encoder.weight"].shape == (16, 588)
     assert found["linear.bottleneck.decoder.weight"].shape == (588, 8)
