@@ -6,13 +6,14 @@ A data set comes with its tokenizer, and a model that was trained with another t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedgauge.client.components import Part, Range
 from fedgauge.client.data.grammar import sentences
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.images import Dataset, Parts
 from fedgauge.client.data.table_files import read_table
 from fedgauge.client.data_folder import data_folder
 from fedgauge.client.models.losses import IGNORED
@@ -21,7 +22,8 @@ from fedgauge.client.rng import generator
 
 Longer = Literal["cut", "drop"]
 MOST_TESTED = 2000  # pieces; every round evaluates them all
-LEAST_WORDS = 200  # of a vocabulary, which has every letter twice
+Length = Annotated[int, Range("at least 2", lambda n: n >= 2)]
+Vocabulary = Annotated[int, Range("at least 200", lambda n: n >= 200)]  # it has every letter twice
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +65,10 @@ class Corpus(NamedTuple):
 
 
 def phrases(
-    length: int = 16,
+    length: Length = 16,
     tokenizer: str = WORDPIECE,
     tokenizer_folder: Path | None = None,
-    vocabulary: int = 1500,
+    vocabulary: Vocabulary = 1500,
     task: Task = "classification",
     longer: Longer = "cut",
 ) -> Text:
@@ -92,11 +94,11 @@ def csv(
     text: str = "text",
     label: str = "label",
     classes: Sequence[str] | None = None,
-    test: float = 0.2,
-    length: int = 32,
+    test: Part = 0.2,
+    length: Length = 32,
     tokenizer: str = WORDPIECE,
     tokenizer_folder: Path | None = None,
-    vocabulary: int = 2000,
+    vocabulary: Vocabulary = 2000,
     task: Task = "classification",
     longer: Longer = "cut",
 ) -> Text:
@@ -123,14 +125,14 @@ def csv(
         if classes is None and len(labels) > 1 and len(set(labels)) < 2:
             raise ValueError(f"{path} has sentences of one class only: there is nothing to learn")
     rows = [(row[0], y) for row, y in zip(kept, labels, strict=True)]
-    corpus = _parted(rows, held_out(len(rows), test, path).tolist())
+    corpus = _corpus(rows, held_out(len(rows), test).tolist())
     found = _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
     fitted = ("classes",) if task == "classification" and classes is None else ()
     own = ("tokenizer",) if tokenizer == WORDPIECE and tokenizer_folder is None else ()
     return replace(found, names=names, fitted=(*fitted, *own))
 
 
-def _parted(rows: Sequence[Row], tested: Sequence[bool]) -> Corpus:
+def _corpus(rows: Sequence[Row], tested: Sequence[bool]) -> Corpus:
     return Corpus(*([row for row, t in zip(rows, tested, strict=True) if t == part] for part in (False, True)))
 
 
@@ -157,18 +159,18 @@ def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[
     return [place[v] for v in written]
 
 
-def held_out(count: int, share: float, path: Path) -> Tensor:
-    """Choose the test part by position only, so that no example's content moves another. Never all or none.
-
-    Raises:
-        ValueError: share is not between 0 and 1, or there are fewer than two examples.
-    """
-    if not 0 < share < 1 or count < 2:
-        raise ValueError(f"{path}: test must be between 0 and 1, of at least two examples, got {share:g} of {count}")
+def held_out(count: int, share: float) -> Tensor:
+    """Choose the test part by position only, so that no example's content moves another; of two or more, never all or none."""
     order = torch.randperm(count, generator=generator("test part", count))
     chosen = torch.zeros(count, dtype=torch.bool)
     chosen[order[: min(max(1, round(share * count)), count - 1)]] = True
     return chosen
+
+
+def parted(x: Tensor, y: Tensor, share: float) -> Parts:
+    """Divide examples into those for training and those for test."""
+    tested = held_out(len(x), share)
+    return x[~tested], y[~tested], x[tested], y[tested]
 
 
 def _labelled(
@@ -177,10 +179,10 @@ def _labelled(
     """A corpus of two classes as a data set; read reads its local folder, hub are further arguments of _local_or_hub."""
 
     def dataset(
-        length: int = 32,
+        length: Length = 32,
         tokenizer: str = WORDPIECE,
         tokenizer_folder: Path | None = None,
-        vocabulary: int = 2000,
+        vocabulary: Vocabulary = 2000,
         task: Task = "classification",
         longer: Longer = "cut",
     ) -> Text:
@@ -206,7 +208,7 @@ def _rotten_tomatoes(folder: Path) -> Corpus:
     """The local files have no test part: every tenth review is taken for test."""
     lines = [_lines(folder / f"rt-polarity.{kind}") for kind in ("neg", "pos")]
     both = [(line.strip(), label) for pair in zip(*lines, strict=True) for label, line in enumerate(pair)]
-    return _parted(both, [i % 20 < 2 for i in range(len(both))])
+    return _corpus(both, [i % 20 < 2 for i in range(len(both))])
 
 
 _GLUE, _PARTS = "nyu-mll/glue", ("train", "validation")
@@ -221,10 +223,10 @@ rotten_tomatoes = _labelled("rotten_tomatoes", _TOMATOES, _OPINIONS, _rotten_tom
 
 
 def wikitext2(
-    length: int = 16,
+    length: Length = 16,
     tokenizer: str = WORDPIECE,
     tokenizer_folder: Path | None = None,
-    vocabulary: int = 2000,
+    vocabulary: Vocabulary = 2000,
 ) -> Text:
     """WikiText-2 in pieces of exactly length tokens, for next_token.
 
@@ -260,12 +262,10 @@ def _text(
     words = _tokenizer(corpus, tokenizer, folder, vocabulary)
     start, end = words.frame(task)
     room = length - len(start) - len(end)
-    if room < 1 or length < 2:
-        raise ValueError(f"length = {length} must be at least {max(2, len(start) + len(end) + 1)}")
 
     def numbered(part: Sequence[Row]) -> tuple[Tensor, Tensor]:
         pairs = zip(words.encode_all([sentence for sentence, _ in part]), part, strict=True)
-        kept = [(i, label) for i, (_, label) in pairs if i and (longer == "cut" or len(i) <= room)]
+        kept = [(i, label) for i, (_, label) in pairs if i and room > 0 and (longer == "cut" or len(i) <= room)]
         if not kept:
             raise ValueError(f'{name} has no sentence of {room} tokens or fewer: raise length, or set longer = "cut"')
         x = framed([i for i, _ in kept], length, words.pad, start, end)
@@ -283,16 +283,12 @@ def targets(x: Tensor, pad: int) -> Tensor:
 def _tokenizer(corpus: Corpus, name: str, folder: Path | None, vocabulary: int) -> Tokenizer:
     if folder is not None or name != WORDPIECE:
         return load_tokenizer(folder or name)
-    if vocabulary < LEAST_WORDS:
-        raise ValueError(f"vocabulary must be at least {LEAST_WORDS}, got {vocabulary}")
     return wordpiece([sentence for sentence, _ in corpus.train], vocabulary)
 
 
 def _pieces(lines: Sequence[str], words: Tokenizer, length: int) -> Tensor:
     """Running text cut into pieces (N, length); a shorter last piece is dropped."""
     ids = torch.tensor([i for line in words.encode_all(lines) for i in line], dtype=torch.int64)
-    if not 2 <= length <= len(ids):
-        raise ValueError(f"length must be from 2 to the {len(ids)} tokens of the text, got {length}")
     return ids[: len(ids) // length * length].view(-1, length)
 
 

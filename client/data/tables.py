@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import coerce, settings_of
+from fedgauge.client.components import Part, coerce, settings_of
 from fedgauge.client.data import census as made_up
 from fedgauge.client.data.corpora import held_out, numbers
 from fedgauge.client.data.images import Dataset
@@ -44,10 +44,8 @@ class Tabular(Dataset):
 
     def check(self) -> None:
         super().check()
-        if self.x.shape[1] != self.columns.entries or not bool(
-            self.x.isfinite().all() and self.x_test.isfinite().all()
-        ):
-            raise ValueError(f"rows must have {self.columns.entries} finite entries, as the columns say")
+        if self.x.shape[1] != self.columns.entries:
+            raise ValueError(f"rows must have {self.columns.entries} entries, as the columns say")
 
 
 # -------------------------------------------------------------------------------------------------------------- datasets
@@ -56,7 +54,7 @@ class Tabular(Dataset):
 def table(
     path: Path,
     label: str,
-    test: float = 0.2,
+    test: Part = 0.2,
     categorical: Sequence[str] = (),
     drop: Sequence[str] = (),
     columns: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it
@@ -90,7 +88,7 @@ def table(
     if missing == "drop":
         whole = _whole(features)
         features, labels = {name: column[whole] for name, column in features.items()}, labels[whole]
-    tested = held_out(len(labels), test, path)
+    tested = held_out(len(labels), test)
     if target == "number" or (target == "auto" and classes is None and _are_numbers(labels)):
         y = torch.tensor([_number(cell, label, path) for cell in labels])
         agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ from fedgauge.client.components import (
     Checked,
     Count,
     Positive,
+    Range,
     SpecError,
     Table,
     allowing,
@@ -34,6 +35,9 @@ from fedgauge.client.protocol import MOST_CLIENTS
 from fedgauge.client.update import Batch
 
 MOST_PARAMETERS = 2**28  # of a network that a server may name, unless the owner says otherwise: 1 GiB
+# a coarser one would report every reconstruction as exact
+Precision = Annotated[float, Range(f"above 0 and at most {PSNR_CAP:g} dB", lambda v: 0 < v <= PSNR_CAP)]
+Number = Annotated[int, Range(f"in 0..{MOST_CLIENTS - 1}", lambda n: 0 <= n < MOST_CLIENTS)]
 _DRAW = ("batch_size", "whole", "sampling")
 _SPLIT = ("partition", "alpha", "shards_per_client", "auxiliary")  # of a data set that several clients share
 
@@ -49,13 +53,8 @@ class GradingPolicy(Checked):
     """
 
     mode: Literal["off", "scores"] = "off"
-    precision: float = 0.5
+    precision: Precision = 0.5
     queries: Count = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.precision <= PSNR_CAP:  # a coarser one would report every reconstruction as exact
-            raise ValueError(f"precision must be above 0 and at most {PSNR_CAP:g} dB, got {self.precision}")
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class OwnerConfig(Checked):
     """
 
     path: Path
-    client: int
+    client: Number
     state: Path
     data: Table
     split: Table
@@ -139,8 +138,6 @@ class OwnerConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.client < MOST_CLIENTS:
-            raise ValueError(f"client must be in 0..{MOST_CLIENTS - 1}, got {self.client}")
         if self.canary and self.secure_sum is not None:
             raise ValueError("canary = true and [secure_sum] exclude each other: remove one")
 
