@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import Checked, Count, Positive
-from fedgauge.client.data.images import by_channel
-from fedgauge.client.labels import LabelKind
+from fedgauge.client.data.dataset import by_channel
+from fedgauge.client.gradient import StochasticLayer, gradient
+from fedgauge.client.label_kinds import LabelKind
 from fedgauge.client.models.columns import Columns
-from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Loss, Params, Transform, Update, UpdateFn, average
 
@@ -139,7 +139,7 @@ class Knowledge:
         label_kind: one class, findings, numbers or none.
 
     Example:
-        >>> from fedgauge.client.training import local_sgd
+        >>> from fedgauge.client.local_training import local_sgd
         >>> local = Chain((local_sgd(rate=0.5, steps=4),))
         >>> Knowledge(nn.Flatten(), local, (1, 2, 2), classes=4, batch_size=1, mean=(0.5,), std=(0.25,)).scale
         2.0

@@ -18,7 +18,7 @@ from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
 from fedgauge.attacks.problem import Unattackable
 from fedgauge.client.components import Table
 from fedgauge.client.federation import Federation
-from fedgauge.client.training import StochasticLayer
+from fedgauge.client.gradient import StochasticLayer
 
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)

@@ -31,9 +31,9 @@ from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
+from fedgauge.client.gradient import StochasticLayer, gradient
 from fedgauge.client.models.losses import logit_gradient
 from fedgauge.client.rng import generator
-from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution, per_example
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 

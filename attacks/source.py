@@ -1,6 +1,6 @@
 """Sources of an audit's waves and truth: a federation in memory, or public examples in place of private ones.
 
-A third source, of a recorded run, is fedgauge.server.store.uploads.
+A third source, of a recorded run, is fedgauge.server.store.tape_source.
 """
 
 from collections.abc import Callable, Mapping, Sequence

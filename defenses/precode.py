@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.client.components import Count, NotNegative
+from fedgauge.client.gradient import StochasticLayer
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.training import StochasticLayer
 
 
 def precode(model: nn.Module, latent: Count = 256, beta: NotNegative = 1e-3, before: str | None = None) -> nn.Module:

@@ -12,8 +12,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
+from fedgauge.client.gradient import without_running_stats
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.training import without_running_stats
 from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 from fedgauge.defenses.noise import identity

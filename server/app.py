@@ -26,7 +26,7 @@ from fedgauge.server.store.ledger_types import REPEATED, STARTED, Participation,
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
-from fedgauge.server.store.uploads import read_observation
+from fedgauge.server.store.tape_source import read_observation
 from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.client_grading import ClientGrader

@@ -30,9 +30,10 @@ from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
 from fedgauge.attacks.engine.gradients.recurrent import stepwise
 from fedgauge.attacks.problem import Problem, Unattackable, refuse
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.losses import loss_of
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Params, Update
 
 SAME = 1e-4  # relative difference between two passes up to which they are equal

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
+from fedgauge.client.gradient import without_running_stats
 from fedgauge.client.rng import generator
-from fedgauge.client.training import without_running_stats
 from fedgauge.client.update import Params
 
 SPREAD = 2.0  # made-up values lie between -2 and 2, about as normalised ones do

@@ -16,8 +16,8 @@ from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update
 from fedgauge.client.chain import Chain
+from fedgauge.client.gradient import gradient
 from fedgauge.client.models.losses import is_mean
-from fedgauge.client.training import gradient
 from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 

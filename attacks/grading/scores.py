@@ -12,7 +12,7 @@ from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import AUGMENTED, Metric
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, came_back, wrong_client
-from fedgauge.client.labels import LabelKind
+from fedgauge.client.label_kinds import LabelKind
 from fedgauge.client.update import Batch
 
 

@@ -13,8 +13,8 @@ from fedgauge.attacks.engine.distances import Distance
 from fedgauge.attacks.matching.priors import Prior
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import Checked, NotNegative
+from fedgauge.client.gradient import StochasticLayer, gradient
 from fedgauge.client.pairing import assigned
-from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Params, Update
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.components import Part, Range
+from fedgauge.client.data.dataset import Dataset, Parts
 from fedgauge.client.data.grammar import sentences
-from fedgauge.client.data.images import Dataset, Parts
 from fedgauge.client.data.table_files import read_table
 from fedgauge.client.data_folder import data_folder
 from fedgauge.client.models.losses import IGNORED

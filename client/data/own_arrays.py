@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedgauge.client.components import Count, Part
 from fedgauge.client.data.corpora import Text, parted, targets
-from fedgauge.client.data.images import Dataset, Parts
+from fedgauge.client.data.dataset import Dataset, Parts
 from fedgauge.client.data.tables import Tabular
 from fedgauge.client.data_folder import read_npz
 from fedgauge.client.models.columns import Column, Columns

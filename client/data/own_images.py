@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedgauge.client.components import Count, Part
 from fedgauge.client.data.corpora import numbers, parted
-from fedgauge.client.data.images import Dataset, Parts
+from fedgauge.client.data.dataset import Dataset, Parts
 from fedgauge.client.data.own_arrays import count_classes, read_parts
 
 SUFFIXES = (".png", ".jpg", ".jpeg")

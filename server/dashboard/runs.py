@@ -13,7 +13,7 @@ from xxhash import xxh3_64_hexdigest
 
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.reading import RunLine, RunSnapshot, run_line
+from fedgauge.server.views.snapshot import RunLine, RunSnapshot, run_line
 
 OPEN = 24  # the most runs kept open, because a reading holds all scores of its run
 

@@ -19,7 +19,7 @@ from fedgauge.attacks.plan import LIMITS
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, wrong_client
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError
-from fedgauge.client.data.images import Dataset, Shards, batch_of
+from fedgauge.client.data.dataset import Dataset, Shards, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
 from fedgauge.server.pool.update_checks import MOST_UPDATES, doubt
@@ -28,8 +28,8 @@ from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungrad
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, by_weights
+from fedgauge.server.store.tape_source import TapeSource, UploadMismatch
 from fedgauge.server.store.tester_truth import TesterTruth, TruthError
-from fedgauge.server.store.uploads import TapeSource, UploadMismatch
 
 Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)
 CHECKING = 60.0  # seconds after which no further update is checked against its truth

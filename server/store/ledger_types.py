@@ -4,11 +4,12 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fedgauge.attacks.modality.registry import BASELINES
-from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.plan import MOST_ATTACKS, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger_connection import LedgerError
@@ -54,6 +55,7 @@ def json_table(text: str, path: Path, what: str) -> dict[str, Any]:
         raise LedgerError(f"{path} is damaged: its {what} cannot be read: {error}") from error
 
 
+@lru_cache(maxsize=MOST_ATTACKS)  # a wave after the first of its attack parses nothing
 def planned_of(text: str, path: Path) -> PlannedAttack:
     """Parse a planned attack of a ledger.
 

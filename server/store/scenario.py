@@ -36,10 +36,10 @@ from fedgauge.client.components import (
 from fedgauge.client.federation import DATASET, Federation
 from fedgauge.client.files import read_file
 from fedgauge.client.inspection.policy import fingerprint
+from fedgauge.client.local_training import LOCAL_TRAININGS
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import Protocol
-from fedgauge.client.training import LOCAL_TRAININGS
 from fedgauge.defenses.accounting import DELTA, Accountant, NoGuarantee
 from fedgauge.server.store.tape import Keep
 

@@ -10,7 +10,7 @@ import torch
 
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.components import SpecError, coerce
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data_folder import read_npz
 from fedgauge.client.update import Batch
 

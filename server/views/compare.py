@@ -7,7 +7,7 @@ from typing import Any
 
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.client.labels import LabelKind
+from fedgauge.client.label_kinds import LabelKind
 from fedgauge.server.views.figures import (
     SYMBOLS,
     WHOLE,
@@ -24,8 +24,8 @@ from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.leak_tables import ATTACK, IDENTIFIED, label_column, leak_cells, leak_columns, rate_of
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of, final_accuracy, mean_of
 from fedgauge.server.views.tables import Cell, Column, Table
 

@@ -10,8 +10,8 @@ from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND
 from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import RATES_SHOWN, roc_curves
-from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import Role, attack_order, is_attack, is_limit, role_of
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.success import THRESHOLDS, certified_success, success_curve
 
 LIMIT_NAMES = {

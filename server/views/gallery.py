@@ -16,16 +16,16 @@ from torch.nn import functional as F
 from fedgauge.attacks.modality.base import Mark, Modality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.score_rows import WHOLE_BATCH
-from fedgauge.client.data.images import Dataset, Shards
-from fedgauge.client.labels import written
+from fedgauge.client.data.dataset import Dataset, Shards
+from fedgauge.client.label_kinds import written
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import LedgerError
 from fedgauge.server.store.tape import TapeError
 from fedgauge.server.views.formatting import in_unit, status_words
-from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.snapshot import RunSnapshot
 
 SMALL = 96  # pixels per side of an image
 CURVE = 24  # pixels of height of a channel's curve

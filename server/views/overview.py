@@ -25,9 +25,9 @@ from fedgauge.server.views.notices import Notice, notices
 from fedgauge.server.views.outcomes import attacked_on, work_words
 from fedgauge.server.views.participation import app_clients_table, participation
 from fedgauge.server.views.privacy import canaries, spent_in
-from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import Role, role_of
 from fedgauge.server.views.server_attacks import server_attack_effects
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import Limits, final_accuracy
 from fedgauge.server.views.tables import Column, Table
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of

@@ -21,8 +21,8 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import many
 from fedgauge.server.views.intervals import NORMAL_95
 from fedgauge.server.views.participation import rounds_seen
-from fedgauge.server.views.reading import RunSnapshot, viewed
 from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.snapshot import RunSnapshot, viewed
 
 MOST = 1e6  # a canary's score is clipped to
 

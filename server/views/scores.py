@@ -12,10 +12,10 @@ from fedgauge.attacks.modality.base import MainMetric, Modality
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import MEMBERSHIP
-from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.attacks.modality.registry import MEASURED, further_leaks
 from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.attacks.score_rows import WHOLE_BATCH
-from fedgauge.client.labels import SCORED, LabelKind
+from fedgauge.client.label_kinds import SCORED, LabelKind
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.roles import is_attack, is_limit
@@ -107,9 +107,11 @@ class Scores:
         if left_out.any():
             return self.where(~left_out).of_metric(metric)
         own = self.named(metric)
-        # attacks on examples do not fail at membership, and membership tests not at examples
-        of_members = np.array([name in MEMBERSHIP for name in self.metrics], dtype=bool)[self.metric]
-        missing = np.flatnonzero(np.isnan(self.value) & (of_members == (metric in MEMBERSHIP)))
+        # attacks on examples do not fail at membership, nor membership tests at examples, nor either at another leak
+        leaks = further_leaks()
+        subject = {name: name if name in leaks else name in MEMBERSHIP for name in (*self.metrics, metric)}
+        alike = np.array([subject[name] == subject[metric] for name in self.metrics], dtype=bool)[self.metric]
+        missing = np.flatnonzero(np.isnan(self.value) & alike)
         if not len(missing):
             return self.where(own)
         attempt = self.attempt_keys()

@@ -7,7 +7,7 @@ import numpy as np
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import in_unit, many
 from fedgauge.server.views.participation import Row, first_alarm
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 
 Key = tuple[int, int]  # round, client
 

@@ -65,6 +65,11 @@ class Table:
         used = [i for i in range(len(columns)) if not lines or any(row[i] not in (None, "") for row in lines)]
         return cls(caption, [columns[i] for i in used], [[row[i] for i in used] for row in lines])
 
+    @classmethod
+    def texts(cls, caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
+        """Make a table of texts."""
+        return cls(caption, [Column(head, head) for head in heads], rows)
+
     def only(self, *keys: str) -> "Table":
         """Select columns by key."""
         places = [i for key in keys for i, column in enumerate(self.columns) if column.key == key]

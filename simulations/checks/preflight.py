@@ -180,7 +180,7 @@ class _Probe:
         return [trained_on(fed.chain, fed.gradient, self.params, batch, draw) or batch for batch, draw in each]
 
     def _labels(self) -> Finding | None:
-        from fedgauge.attacks.labels import restore
+        from fedgauge.attacks.label_restoration import restore
 
         known = self.auditor.knowledge(PlannedAttack("labels", {"use": "idlg"}))
         try:

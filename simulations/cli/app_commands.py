@@ -67,7 +67,7 @@ def app(options: argparse.Namespace) -> int:
     console.print(f"fedgauge audit {shlex.quote(str(run.folder))} --retry all {allow}")
     if thresholds:
         from fedgauge.server.views.gate import gate_of_run
-        from fedgauge.server.views.reading import read_once
+        from fedgauge.server.views.snapshot import read_once
 
         with read_once(run) as reading:
             return conclude_gate(options, gate_of_run(reading, thresholds), run.folder) or status

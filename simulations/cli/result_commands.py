@@ -99,7 +99,7 @@ def report(options: argparse.Namespace) -> int:
 def gate(options: argparse.Namespace) -> int:
     """Carry out `fedgauge gate RUN`."""
     from fedgauge.server.views.gate import gate_of_run
-    from fedgauge.server.views.reading import read_once
+    from fedgauge.server.views.snapshot import read_once
 
     thresholds = chosen_thresholds(options)
     refuse({"a gate needs a threshold: --fail-above psnr=20": not thresholds})

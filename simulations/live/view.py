@@ -21,8 +21,8 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import finite, in_unit, is_exact
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.outcomes import work_words
-from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.roles import attack_order, is_attack, role_of
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import best_of, final_accuracy
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.live.log import Log, emit

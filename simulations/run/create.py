@@ -25,7 +25,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC, OWN
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.uploads import REPLIES, Replies, replies_of
+from fedgauge.server.store.tape_source import REPLIES, Replies, replies_of
 from fedgauge.simulations.run.environment import environment, package
 
 DECISIVE = ("fedgauge", "torch", "numpy", "flwr")  # versions of these packages change the trained bits

@@ -55,7 +55,7 @@ from fedgauge.server.app_recorder import AppRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.store.uploads import as_the_model_has_it, names_of, replies_of
+from fedgauge.server.store.tape_source import as_the_model_has_it, names_of, replies_of
 from fedgauge.server.tap import curious
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import foreign_app

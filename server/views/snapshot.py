@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 
 from fedgauge.attacks.modality.base import MainMetric
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.data_folder import may_download
@@ -238,6 +239,10 @@ class RunSnapshot:
             self.tables["rounds"] = int(self.meta["rounds"])
         if (finished := ledger.finished()) > self._finished:
             given = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
+            for planned in ledger.planned().values():
+                if planned.metric and planned.metric not in MEASURED:
+                    with suppress(SpecError):
+                        planned.build()  # the module of a leak of one's own says what its metric is
             of_run = replace(self.scores, modality=ledger.modality, size_of=self.size_of, given_labels=given)
             rows = ledger.scores_since(self._finished)
             self.scores = replace(of_run, unordered=ledger.graded_by_clients).extended(rows)

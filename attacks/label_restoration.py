@@ -25,7 +25,7 @@ from fedgauge.attacks.solved_labels import (
     outputs_of,
     solved,
 )
-from fedgauge.client.labels import Binary, Findings, LabelKind, Mask, NoLabel
+from fedgauge.client.label_kinds import Binary, Findings, LabelKind, Mask, NoLabel
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy, is_mean
 from fedgauge.client.models.vision import layer_parameters
@@ -137,7 +137,7 @@ def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
 
     Example:
         >>> from fedgauge.client.chain import chain
-        >>> from fedgauge.client.training import local_sgd
+        >>> from fedgauge.client.local_training import local_sgd
         >>> model = torch.nn.Linear(1, 3)
         >>> known = Knowledge(model, chain(local_sgd(0.1)), (1,), classes=3, batch_size=1, mean=(), std=())
         >>> idlg({"weight": torch.zeros(3, 1), "bias": torch.tensor([-0.02, 0.05, -0.03])}, {}, known)
