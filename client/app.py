@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedgauge.client.arrays import npy_array
 from fedgauge.client.deployment.deployed_client import DeployedClient, UpdatePolicy, self_audit
-from fedgauge.client.deployment.guard import WITHHELD, guard_memory, inspect_message, withheld
+from fedgauge.client.deployment.guard import WITHHELD, inspect_message, withheld
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_mod import RECORD as SUM
 from fedgauge.client.deployment.secure_sum_mod import secure_sum
@@ -87,14 +87,14 @@ def train(message: Message, context: Context) -> Message:
         return Message(Error(STRAGGLED, "straggler: too late by the scenario's [stragglers]"), reply_to=message)
     params = message.content.array_records["arrays"].to_torch_state_dict()
     buffers = message.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
-    with guard_memory(context.state) as met:
-        rng = generator(fed.protocol.seed, "inspection", client, round)
-        inspection = inspect_message(fed.protocol.guard, fed.model, round, dict(params), met, rng)
+    met, rng = _memory(context, "inspected"), generator(fed.protocol.seed, "inspection", client, round)
+    inspection = inspect_message(fed.protocol.guard, fed.model, round, dict(params), met, rng)
+    _remember(context, "inspected", met)
     if inspection.withhold:  # nothing in a simulation is secret: the run records what only the owner would learn
         return Message(Error(WITHHELD, f"{REASON}: {inspection.withhold}"), reply_to=message)
-    memory = context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict()
+    memory = _memory(context, "memory")
     update = fed.own_update(dict(params), buffers, client, round, memory)
-    _remember(context, memory)
+    _remember(context, "memory", memory)
     reply = _reply(message, fed, update, buffers)
     if inspection.words:
         reply.content["guard"] = ConfigRecord(
@@ -103,9 +103,14 @@ def train(message: Message, context: Context) -> Message:
     return reply
 
 
-def _remember(context: Context, memory: dict[str, Tensor]) -> None:
+def _memory(context: Context, name: str) -> dict[str, Tensor]:
+    """Return what the client keeps from round to round under this name."""
+    return dict(context.state.array_records.get(name, ArrayRecord()).to_torch_state_dict())
+
+
+def _remember(context: Context, name: str, memory: dict[str, Tensor]) -> None:
     if memory:
-        context.state["memory"] = ArrayRecord(_contiguous(memory))
+        context.state[name] = ArrayRecord(_contiguous(memory))
 
 
 def _reply(message: Message, fed: Federation, update: Update, buffers: Mapping[str, Tensor]) -> Message:
@@ -185,7 +190,7 @@ def _answer_with_update(message: Message, context: Context, own: DeployedClient,
     if mu not in (None, agreed):
         raise RequestRefused("the server asks for a different proximal-mu than this client applies")
     params, buffers = _sent(message, own)
-    memory = dict(context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict())
+    memory = _memory(context, "memory")
     rows = own.draw(round)
     batch = own.owner.batch(rows)
     drawn = DrawnBatch(context.run_id, tuple(rows), digest_of(batch))
@@ -203,7 +208,7 @@ def _answer_with_update(message: Message, context: Context, own: DeployedClient,
         state.note("withheld", **facts, cause=objection)
         return withheld(message)
     state.keep_drawn(round, replace(drawn, sent=True))
-    _remember(context, memory)  # only now: the state counts what was sent
+    _remember(context, "memory", memory)  # only now: the state counts what was sent
     state.note("sent", **facts, examples=len(rows))
     return reply
 

@@ -306,7 +306,6 @@ def check_arguments(
         SpecError: an argument is unknown, missing or of another type.
     """
     offered = offered or {}
-    label = target.__name__
     parameters = {name: p for name, p in inspect.signature(target).parameters.items() if p.kind is not p.VAR_KEYWORD}
     # a parameter with a default is the component's own argument, even if something of its name is offered
     given = {name for name, p in parameters.items() if name in offered and p.default is p.empty}
@@ -314,7 +313,7 @@ def check_arguments(
     for name in arguments:
         if name not in allowed:
             choices = ", ".join([*allowed, *(b for b in more_keys if b not in allowed)]) or "none"
-            raise SpecError(f"{where}: {label}() has no argument {name!r} (it has: {choices})")
+            raise SpecError(f"{where}: unknown key {name!r} (it has: {choices})")
     hints = _hints(target)
     checked: dict[str, Any] = {}
     for name, parameter in parameters.items():
@@ -323,7 +322,7 @@ def check_arguments(
         elif name in given:
             checked[name] = offered[name]
         elif parameter.default is parameter.empty:
-            raise SpecError(f"{where}: {label}() needs the argument {name!r}")
+            raise SpecError(f"{where}: needs the key {name!r}")
     return checked
 
 
@@ -401,10 +400,7 @@ def settings_of(kind: type[Settings], value: Any, where: str, more_keys: Sequenc
     Raises:
         SpecError: the table does not fit.
     """
-    table, names = coerce(value, dict, where), [*more_keys, *inspect.signature(kind).parameters]
-    if unknown := [key for key in table if key not in names]:
-        raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join(names)})")
-    found: Settings = call_checked(kind, table, where)
+    found: Settings = call_checked(kind, coerce(value, dict, where), where, more_keys=more_keys)
     return found
 
 
@@ -428,7 +424,7 @@ NotNegative = Annotated[float, Range("at least 0", lambda v: v >= 0)]
 Positive = Annotated[float, Range("above 0", lambda v: v > 0)]
 Share = Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1)]
 Part = Annotated[float, Range("above 0 and below 1", lambda v: 0 < v < 1)]
-Decay = Annotated[float, Range("at least 0 and below 1", lambda v: 0 <= v < 1)]
+Fraction = Annotated[float, Range("at least 0 and below 1", lambda v: 0 <= v < 1)]
 
 
 class Checked:
@@ -453,7 +449,7 @@ class Checked:
 @cache
 def _ranges(kind: type[Any]) -> list[tuple[str, Range]]:
     """The fields of a dataclass that have a range."""
-    found = []
+    found: list[tuple[str, Range]] = []
     for each in fields(kind):
         options = (
             typing.get_args(each.type) if typing.get_origin(each.type) in (Union, types.UnionType) else (each.type,)

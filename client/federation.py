@@ -282,18 +282,8 @@ class Federation:
         Args:
             compute: a client function to use instead of the protocol's, on the same examples and randomness.
         """
-        return self.mean_update(params, buffers, self.protocol.members(client, round), round, compute)
-
-    def mean_update(
-        self,
-        params: Params,
-        buffers: Mapping[str, Tensor],
-        clients: Sequence[int],
-        round: int,
-        compute: UpdateFn | None = None,
-    ) -> Update:
-        """The mean of these clients' updates in a round."""
-        updates = [self.own_update(params, buffers, client, round, compute=compute) for client in clients]
+        members = self.protocol.members(client, round)
+        updates = [self.own_update(params, buffers, member, round, compute=compute) for member in members]
         return updates[0] if len(updates) == 1 else average(updates, [1] * len(updates))
 
     def own_update(

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import Count, Decay, NotNegative, Positive
+from fedgauge.client.components import Count, Fraction, NotNegative, Positive
 from fedgauge.client.transforms import Link, TransformState, UpdateDistribution
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, norm
 
@@ -146,7 +146,7 @@ class LocalTraining(local_sgd):
     optimizer: OptimizerName = "sgd"
     momentum: NotNegative = 0.0
     nesterov: bool = False
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.0
     schedule: Schedule = "constant"
@@ -268,7 +268,7 @@ def local_training(
     shuffle: bool = False,
     momentum: NotNegative = 0.0,
     nesterov: bool = False,
-    betas: tuple[Decay, Decay] = (0.9, 0.999),
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999),
     eps: NotNegative = 1e-8,
     weight_decay: NotNegative = 0.0,
     schedule: Schedule = "constant",

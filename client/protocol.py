@@ -12,7 +12,7 @@ from fedgauge.client.collusion import check_threshold
 from fedgauge.client.components import (
     Checked,
     Count,
-    Decay,
+    Fraction,
     Natural,
     Positive,
     Range,
@@ -36,7 +36,7 @@ class Stragglers(Checked):
         probability: that a client's reply in a round never arrives, at least 0 and below 1.
     """
 
-    probability: Decay = 0.0
+    probability: Fraction = 0.0
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,9 @@
 The server learns that no update comes, but not why. The weights are inspected without the client's examples.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-from flwr.app import ArrayRecord, Error, Message, RecordDict
+from flwr.app import Error, Message
 from torch import Generator, nn
 
 from fedgauge.client.inspection.policy import REASON, InspectionPolicy
@@ -15,7 +13,6 @@ from fedgauge.client.transforms import TransformState
 from fedgauge.client.update import Params
 
 WITHHELD = 111  # an error code of our own
-INSPECTED = "inspected"  # the record of inspections in a client's state
 
 
 @dataclass(frozen=True)
@@ -37,15 +34,6 @@ class Inspection:
 def withheld(message: Message) -> Message:
     """The answer instead of an update."""
     return Message(Error(WITHHELD, REASON), reply_to=message)
-
-
-@contextmanager
-def guard_memory(state: RecordDict) -> Iterator[TransformState]:
-    """Yield a node's memory of earlier weights; changes are saved."""
-    memory: TransformState = dict(state.array_records.get(INSPECTED, ArrayRecord()).to_torch_state_dict())
-    yield memory
-    if memory:
-        state[INSPECTED] = ArrayRecord({k: t.contiguous() for k, t in memory.items()})
 
 
 def inspect_message(
