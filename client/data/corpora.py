@@ -160,7 +160,9 @@ def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[
 
 
 def held_out(count: int, share: float) -> Tensor:
-    """Choose the test part by position only, so that no example's content moves another; of two or more, never all or none."""
+    """Choose the test part by position only, so that no example's content moves another. Never all or none."""
+    if count < 2:
+        raise ValueError(f"expected at least two examples, one of them for test, got {count}")
     order = torch.randperm(count, generator=generator("test part", count))
     chosen = torch.zeros(count, dtype=torch.bool)
     chosen[order[: min(max(1, round(share * count)), count - 1)]] = True

@@ -79,5 +79,5 @@ def _loaded(network: nn.Module, pretrained: Path | None, classes: int) -> nn.Mod
         return theirs is not None and mine[:1] == (classes,) != theirs[:1] and mine[1:] == theirs[1:]
 
     needed = [k for k, t in own.items() if torch.is_floating_point(t) and not other_classes(k)]
-    copy_weights(network, {k: stored[k] for k in needed if k in stored}, needed, pretrained)
+    copy_weights(own, {k: stored[k] for k in needed if k in stored}, needed, pretrained)
     return network

@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -309,30 +309,37 @@ def into_buffers(model: nn.Module, frozen: Set[int], persistent: bool) -> None:
 def load_weights(model: nn.Module, path: Path) -> None:
     """Set a model's parameters and buffers to a safetensors file's; nothing is unpickled.
 
-    The file must have every parameter and every floating-point buffer, of the same shape, and nothing else; of
+    The file must have every parameter and every floating-point buffer, of the same shape and dtype, and nothing else; of
     whole-number buffers (BatchNorm's counters, which its statistics in eval mode do not depend on) it may have any.
 
     Raises:
-        ValueError: the file is not to be read, or its names, shapes or values do not fit.
+        ValueError: the file is not to be read, or its names, shapes, dtypes or values do not fit; the model is unchanged.
     """
-    copy_weights(model, read_weights(path), detached_params(model).keys() | floating_buffers(model).keys(), path)
+    stored, own = read_weights(path), model.state_dict()
+    needed = detached_params(model).keys() | floating_buffers(model).keys()  # tied ones under one name
+    if unknown := sorted(stored.keys() - own.keys()):
+        raise ValueError(f"{path} does not fit the model, which has no {unknown[0]!r}: choose the model of this file")
+    copy_weights(own, stored, needed, path)
 
 
-def copy_weights(model: nn.Module, stored: Mapping[str, Tensor], needed: Iterable[str], path: Path) -> None:
-    """Copy a file's tensors; ValueError unless the model has all of them, and the file all needed ones, of these shapes."""
-    try:
-        left = model.load_state_dict(stored, strict=False)
-    except RuntimeError as error:  # other shapes
-        raise ValueError(f"{path} does not fit the model: {error}") from error
-    if wrong := sorted({*left.unexpected_keys, *set(left.missing_keys).intersection(needed)}):
-        raise ValueError(f"{path} does not fit the model, by {wrong[0]!r}: choose the model of this file")
+def copy_weights(own: dict[str, Tensor], stored: dict[str, Tensor], needed: Iterable[str], path: Path) -> None:
+    """Copy a file's tensors; ValueError, before any is copied, unless all needed ones are there, fit, and are finite."""
+    for name in (*needed, *stored):
+        expected, came = ((tuple(t[name].shape), t[name].dtype) if name in t else None for t in (own, stored))
+        if expected != came or not torch.isfinite(stored[name]).all():
+            raise ValueError(
+                f"{path} does not fit the model: expected finite {name!r} of shape {expected}, got {came or 'none'}"
+            )
+    with torch.no_grad():
+        for name, t in stored.items():
+            own[name].copy_(t)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file.
 
     Raises:
-        ValueError: it cannot be read, or has entries that are not finite.
+        ValueError: it cannot be read.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -341,6 +348,4 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         stored: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a safetensors file from {Path.cwd()}: {error}") from error
-    if wrong := [name for name, t in stored.items() if not torch.isfinite(t).all()]:
-        raise ValueError(f"{path}: {wrong[0]!r} has entries that are not finite")
     return stored

@@ -16,6 +16,7 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
+from fedgauge.client.components import SpecError, call_checked
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer, gradient
 from fedgauge.client.local_training import local_sgd
@@ -130,8 +131,8 @@ def test_it_stands_before_the_layer_that_is_named() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(model: nn.Module, arguments: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        precode(model, **arguments)
+    with pytest.raises(SpecError, match=name):
+        call_checked(precode, arguments, "[[model.defense]] #1", {"model": model})
 
 
 # ------------------------------------------------------------------------------------------------------- in a scenario
