@@ -64,31 +64,6 @@ class Corpus(NamedTuple):
     test: Sequence[Row]
 
 
-def phrases(
-    length: Length = 16,
-    tokenizer: str = WORDPIECE,
-    tokenizer_folder: Path | None = None,
-    vocabulary: Vocabulary = 1500,
-    task: Task = "classification",
-    longer: Longer = "cut",
-) -> Text:
-    """4,000 sentences of a small grammar, about private life (class 0) or work (1); no file needed.
-
-    Args:
-        length: tokens of every sentence, with its first and last special token; shorter ones are padded on the right.
-        tokenizer: wordpiece (built from the training sentences), minilm, or a model on Hugging Face's hub.
-        tokenizer_folder: folder of a model, instead of a name.
-        vocabulary: the most words of a wordpiece tokenizer.
-        task: what is learnt: the class of a sentence, or each word from those before it.
-        longer: whether sentences that do not fit are cut before their last special token, or dropped.
-    """
-    found = sentences()
-    cut = len(found) // 5
-    corpus = Corpus(found[cut:], found[:cut])
-    found_text = _text("phrases", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
-    return replace(found_text, names=("private life", "work") if task == "classification" else ())
-
-
 def csv(
     path: Path,
     text: str = "text",
@@ -109,8 +84,13 @@ def csv(
         classes: the names of all classes in order, if a file may lack some; default: those that occur, in alphabetical
             order.
         test: the share of the sentences that no client trains on, above 0 and below 1.
-        length, tokenizer, tokenizer_folder, vocabulary, task, longer: as for phrases. If several parties have their own
-            tables, as deployed clients do, all of them need the same tokenizer: a name or a folder.
+        length: tokens of every sentence, with its first and last special token; shorter ones are padded on the right.
+        tokenizer: wordpiece (built from the training sentences), minilm, or a model on Hugging Face's hub. Parties with tables of
+            their own, as deployed clients, need the same tokenizer: a name or a folder.
+        tokenizer_folder: folder of a model, instead of a name.
+        vocabulary: the most words of a wordpiece tokenizer.
+        task: what is learnt: the class of a sentence, or each word from those before it.
+        longer: whether sentences that do not fit are cut before their last special token, or dropped.
 
     Raises:
         ValueError: the file cannot be read, or holds a single class.
@@ -176,25 +156,35 @@ def parted(x: Tensor, y: Tensor, share: float) -> Parts:
 
 
 def _labelled(
-    name: str, description: str, classes: tuple[str, str], read: Callable[[Path], Corpus], *hub: Any
+    name: str,
+    description: str,
+    classes: tuple[str, str],
+    read: Callable[[], Corpus],
+    tokens: int = 32,
+    words: int = 2000,
 ) -> Callable[..., Text]:
-    """A corpus of two classes as a data set; read reads its local folder, hub are further arguments of _local_or_hub."""
+    """A corpus of two classes as a data set; tokens and words: its defaults for length and vocabulary."""
 
     def dataset(
-        length: Length = 32,
+        length: Length = tokens,
         tokenizer: str = WORDPIECE,
         tokenizer_folder: Path | None = None,
-        vocabulary: Vocabulary = 2000,
+        vocabulary: Vocabulary = words,
         task: Task = "classification",
         longer: Longer = "cut",
     ) -> Text:
-        corpus = _local_or_hub(name, read, *hub)
-        found = _text(name, corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+        found = _text(name, read(), 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
         return replace(found, names=classes if task == "classification" else ())
 
     dataset.__name__ = dataset.__qualname__ = name  # its name in scenarios
-    dataset.__doc__ = f"{description}.\n\n    Args: as for phrases.\n    "
+    dataset.__doc__ = f"{description}.\n\n    Args: as for csv.\n    "
     return dataset
+
+
+def _made_up() -> Corpus:
+    found = sentences()
+    cut = len(found) // 5
+    return Corpus(found[cut:], found[:cut])
 
 
 def _cola(folder: Path) -> Corpus:
@@ -213,15 +203,21 @@ def _rotten_tomatoes(folder: Path) -> Corpus:
     return _corpus(both, [i % 20 < 2 for i in range(len(both))])
 
 
+def _stored(name: str, read: Callable[[Path], Corpus], *hub: Any) -> Callable[[], Corpus]:
+    return lambda: _local_or_hub(name, read, *hub)
+
+
 _GLUE, _PARTS = "nyu-mll/glue", ("train", "validation")
-_OPINIONS = ("negative", "positive")
-_JUDGED = ("unacceptable", "acceptable")
+_OPINIONS, _JUDGED = ("negative", "positive"), ("unacceptable", "acceptable")
+_PHRASES = "4,000 sentences of a small grammar, about private life (class 0) or work (1); no file needed"
+phrases = _labelled("phrases", _PHRASES, ("private life", "work"), _made_up, 16, 1500)
 _COLA = "CoLA, whether 8,551 sentences of linguists are acceptable"
-cola = _labelled("cola", _COLA, _JUDGED, _cola, _GLUE, "cola", "sentence", _PARTS)
-sst2 = _labelled("sst2", "SST-2, film reviews for or against", _OPINIONS, _sst2, _GLUE, "sst2", "sentence", _PARTS)
+cola = _labelled("cola", _COLA, _JUDGED, _stored("cola", _cola, _GLUE, "cola", "sentence", _PARTS))
+_SST2 = "SST-2, film reviews for or against"
+sst2 = _labelled("sst2", _SST2, _OPINIONS, _stored("sst2", _sst2, _GLUE, "sst2", "sentence", _PARTS))
 _REVIEWS = ("cornell-movie-review-data/rotten_tomatoes", None, "text", ("train", "test"))
-_TOMATOES = "Rotten Tomatoes, 10,662 film reviews"
-rotten_tomatoes = _labelled("rotten_tomatoes", _TOMATOES, _OPINIONS, _rotten_tomatoes, *_REVIEWS)
+_TOMATOES = _stored("rotten_tomatoes", _rotten_tomatoes, *_REVIEWS)
+rotten_tomatoes = _labelled("rotten_tomatoes", "Rotten Tomatoes, 10,662 film reviews", _OPINIONS, _TOMATOES)
 
 
 def wikitext2(
@@ -234,7 +230,7 @@ def wikitext2(
 
     Headings are left out. Without train.txt, training uses the validation part. The test part is cut to its first pieces.
 
-    Args: as for phrases.
+    Args: as for csv.
     """
 
     def read(folder: Path) -> Corpus:

@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import ComponentKind, SpecError, build, call, check_arguments, coerce, resolve
+from fedgauge.client.components import (
+    ComponentKind,
+    Count,
+    Fraction,
+    NotNegative,
+    SpecError,
+    build,
+    call,
+    check_arguments,
+    coerce,
+    resolve,
+)
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
@@ -111,6 +122,8 @@ def test_what_is_offered_is_given_to_those_who_ask_and_to_nobody_else() -> None:
         ({"a": 1}, dict, {"a": 1}),
         ({"use": "x", "n": 1}, Mapping[str, Any], {"use": "x", "n": 1}),
         ({"a": 1}, Mapping[str, float], {"a": 1.0}),
+        (2, Count | None, 2),
+        (None, Count | None, None),
     ],
 )
 def test_values_that_fit(value: Any, hint: Any, result: Any) -> None:
@@ -136,6 +149,10 @@ def test_values_that_fit(value: Any, hint: Any, result: Any) -> None:
         ([], dict, "a table"),
         ({"a": "b"}, Mapping[str, int], "an integer"),
         ("f", Callable[[int], int], ""),
+        (0, Count, "at least 1"),
+        (-0.1, NotNegative | None, "at least 0"),
+        ([2, 0], Sequence[Count], "at least 1"),
+        ((0.9, 1.0), tuple[Fraction, Fraction], "at least 0 and below 1"),
     ],
 )
 def test_values_that_do_not_fit(value: Any, hint: Any, wanted: str) -> None:
@@ -148,7 +165,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
-HINTS = [int, float, str, bool, dict, int | None, Sequence[int], tuple[float, ...], Literal["a", "b"]]
+HINTS = [Count, int, float, str, bool, dict, int | None, Sequence[int], tuple[float, ...], Literal["a", "b"]]
 
 
 @given(value=JSON, hint=st.sampled_from(HINTS))
