@@ -179,7 +179,9 @@ def test_any_value_fits_or_is_refused(value: Any, hint: Any) -> None:
     if message:
         assert message.startswith("here")
         return
-    plain = {Sequence[int]: tuple, tuple[float, ...]: tuple, Literal["a", "b"]: str, int | None: int}.get(hint, hint)
+    plain = {Count: int, Sequence[int]: tuple, tuple[float, ...]: tuple, Literal["a", "b"]: str, int | None: int}.get(
+        hint, hint
+    )
     assert found is None or type(found) is plain
     assert found == (tuple(value) if isinstance(value, list) else value)
 
