@@ -127,24 +127,17 @@ def hugging_face(
         sources = [Path(row["path"]) if row["bytes"] is None else io.BytesIO(row["bytes"]) for row in rows]
         return _stacked([_picture(s, f"{path}: row {i}", size, grey) for i, s in enumerate(sources)], path)
 
-    feature = used["train"].features[label]
-    known = classes if classes is not None else feature.names if isinstance(feature, datasets.ClassLabel) else None
-    labels, names = _numbered(used, label, f"{path}: column {label!r}", tuple(known or ()))
+    known = tuple(classes or getattr(used["train"].features[label], "names", ()))
+    written, names = {part: list(rows[label]) for part, rows in used.items()}, known
+    if all(isinstance(v, str) for values in written.values() for v in values):
+        names = known or tuple(
+            sorted(set().union(*written.values()))
+        )  # names that are not declared count in this order
+        written = {part: numbers(values, names, f"{path}: column {label!r}") for part, values in written.items()}
+    labels = {part: torch.tensor(values) for part, values in written.items()}
     x, y = pictures(used["train"]), labels["train"]
     divided = (x, y, pictures(used["test"]), labels["test"]) if "test" in used else parted(x, y, test)
-    found = _dataset(path, divided, len(known or ()) or None, mean, std)
-    return replace(found, names=names)
-
-
-def _numbered(
-    parts: Mapping[str, Any], label: str, where: str, declared: tuple[str, ...]
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The labels of each part as numbers, and the classes' names; names that are not declared count in alphabetical order."""
-    written, names = {name: list(part[label]) for name, part in parts.items()}, declared
-    if all(isinstance(v, str) for values in written.values() for v in values):
-        names = declared or tuple(sorted(set().union(*written.values())))
-        written = {part: numbers(values, names, where) for part, values in written.items()}
-    return {name: torch.tensor(values) for name, values in written.items()}, names
+    return replace(_dataset(path, divided, len(known) or None, mean, std), names=names)
 
 
 # --------------------------------------------------------------------------------------------------------------- parts

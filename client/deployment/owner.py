@@ -74,15 +74,6 @@ class GuardPolicy(Checked, InspectionPolicy):
     seconds: Positive = 20.0
     threshold: float | None = None
 
-    def check(self, private: bool) -> None:
-        """Refuse a guard that reads examples where the chain promises differential privacy.
-
-        Raises:
-            SpecError: the examples would decide on a refusal.
-        """
-        if private and self.audit is not None:
-            raise SpecError("[guard]: audit reveals what the chain's epsilon must cover: remove it")
-
 
 @dataclass(frozen=True)
 class Draw(Checked):
