@@ -16,6 +16,7 @@ from fedgauge.client.data.dataset import Dataset, Parts
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data.table_files import read_table
 from fedgauge.client.data_folder import data_folder
+from fedgauge.client.files import reading
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.models.tokenizer import WORDPIECE, Task, Tokenizer, framed, load_tokenizer, offline, wordpiece
 from fedgauge.client.rng import generator
@@ -314,10 +315,9 @@ def _local_or_hub(
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as text in UTF-8: {error}") from error
+    with reading(path, "text in UTF-8"):
+        text = path.read_text(encoding="utf-8")
+    return text.splitlines()
 
 
 def _table(path: Path, names: Sequence[str]) -> list[Row]:

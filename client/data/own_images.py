@@ -17,6 +17,7 @@ from fedgauge.client.components import Count, Part
 from fedgauge.client.data.corpora import numbers, parted
 from fedgauge.client.data.dataset import Dataset, Parts
 from fedgauge.client.data.own_arrays import count_classes, read_parts
+from fedgauge.client.files import reading
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow hands others, as EPS, to programs of their own
@@ -108,10 +109,8 @@ def hugging_face(
     """
     import datasets
 
-    try:
+    with reading(path, "a dataset of save_to_disk"):
         stored: Any = datasets.load_from_disk(str(path))
-    except Exception as error:  # missing or damaged files of several formats
-        raise ValueError(f"{path} is not a dataset that save_to_disk wrote: {error}") from error
     parts: Mapping[str, Any] = stored if isinstance(stored, datasets.DatasetDict) else {"train": stored}
     used = {name: parts[name] for name in ("train", "test") if name in parts}
     if "train" not in used or any(
@@ -148,13 +147,10 @@ def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) 
     from PIL import Image, ImageOps
     from torchvision.transforms import functional
 
-    try:
-        with Image.open(source, formats=FORMATS) as opened:
-            upright = ImageOps.exif_transpose(opened).convert("L" if grey else "RGB")
+    with reading(name, "a picture"), Image.open(source, formats=FORMATS) as opened:
+        upright = ImageOps.exif_transpose(opened).convert("L" if grey else "RGB")
         if size is not None:
             upright = functional.center_crop(functional.resize(upright, size), [size, size])
-    except Exception as error:  # broken files raise SyntaxError, OSError, DecompressionBombError and more
-        raise ValueError(f"{name} is not a picture that can be read: {error}") from error
     pixels: Tensor = functional.pil_to_tensor(upright)
     return pixels
 

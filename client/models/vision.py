@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.client.components import Count
+from fedgauge.client.files import reading
 
 Shape = tuple[int, ...]  # (C, H, W)
 Norm = Literal["batch", "group", "none"]
@@ -341,11 +342,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: it cannot be read.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with reading(path, f"a file of safetensors (from {Path.cwd()})"):
         stored: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a safetensors file from {Path.cwd()}: {error}") from error
     return stored
