@@ -90,9 +90,8 @@ def train(message: Message, context: Context) -> Message:
     guard = fed.protocol.guard
     results = guard.findings(fed.model, dict(params), round, met, rng)
     _remember(context, "inspected", met)
-    if reasons := guard.withhold(
-        results
-    ):  # nothing in a simulation is secret: the run records what only the owner would learn
+    # nothing in a simulation is secret: the run records what only the owner would learn
+    if reasons := guard.withhold(results):
         return Message(Error(WITHHELD, f"{REASON}: {reasons}"), reply_to=message)
     memory = _memory(context, "memory")
     update = fed.own_update(dict(params), buffers, client, round, memory)

@@ -100,10 +100,12 @@ def read_parts(path: Path, test: float) -> Parts:
         ValueError: arrays are missing, or do not hold numbers.
     """
     stored = read_npz(path)
-    whole = ("x_test" in stored) == ("y" in stored and "y_test" in stored)
-    if "x" not in stored or not whole or any(array.dtype.kind not in "biuf" for array in stored.values()):
+    whole = "x" in stored and ("x_test" in stored) == ("y" in stored and "y_test" in stored)
+    if not whole or stored["x"].ndim < 2 or any(array.dtype.kind not in "biuf" for array in stored.values()):
         found = ", ".join(f"{name} of {array.dtype}" for name, array in stored.items())
-        raise ValueError(f"{path} needs arrays of numbers: x, and both or none of x_test and y_test; it has {found}")
+        raise ValueError(
+            f"{path} needs arrays of numbers: x (N, ...), and both or none of x_test and y_test; it has {found}"
+        )
     x = torch.from_numpy(stored["x"])
     y = _labels(stored["y"], x) if "y" in stored else torch.zeros(len(x), dtype=torch.int64)
     if len(x) != len(y):
@@ -122,7 +124,8 @@ def count_classes(y: Tensor, y_test: Tensor) -> int:
 
 def _labels(array: np.ndarray, x: Tensor) -> Tensor:
     """Classes (N,) or masks with a class for each place of x (N, C, ...) as int64; all others as float32."""
-    classes = array.dtype.kind in "iu" and (array.ndim == 1 or array.ndim == x.dim() - 1 > 1)
+    classes = array.dtype.kind != "f" and array.ndim == 1
+    classes |= array.dtype.kind in "iu" and array.ndim == x.dim() - 1
     return torch.from_numpy(array.astype(np.int64 if classes else np.float32))
 
 

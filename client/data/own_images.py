@@ -126,12 +126,11 @@ def hugging_face(
         sources = [Path(row["path"]) if row["bytes"] is None else io.BytesIO(row["bytes"]) for row in rows]
         return _stacked([_picture(s, f"{path}: row {i}", size, grey) for i, s in enumerate(sources)], path)
 
-    known = tuple(classes or getattr(used["train"].features[label], "names", ()))
+    known = tuple(classes or getattr(used["train"].features[label], "names", None) or ())
     written, names = {part: list(rows[label]) for part, rows in used.items()}, known
     if all(isinstance(v, str) for values in written.values() for v in values):
-        names = known or tuple(
-            sorted(set().union(*written.values()))
-        )  # names that are not declared count in this order
+        # names that are not declared count in alphabetical order
+        names = known or tuple(sorted(set().union(*written.values())))
         written = {part: numbers(values, names, f"{path}: column {label!r}") for part, values in written.items()}
     labels = {part: torch.tensor(values) for part, values in written.items()}
     x, y = pictures(used["train"]), labels["train"]
