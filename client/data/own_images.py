@@ -169,7 +169,7 @@ def _images(x: Tensor, where: str, layout: Layout) -> Tensor:
     places = {"NCHW": 1, "NHWC": 3} if x.dim() == 4 else {}
     possible = [name for name, axis in places.items() if x.shape[axis] in (1, 3) and layout in ("auto", name)]
     if len(possible) != 1:
-        raise ValueError(f'{where} has shape {tuple(x.shape)}: give a layout, "NHWC" or "NCHW"')
+        raise ValueError(f'{where} has examples of shape {tuple(x.shape[1:])}: give a layout, "NHWC" or "NCHW"')
     return x if possible == ["NCHW"] else x.permute(0, 3, 1, 2).contiguous()
 
 

@@ -123,7 +123,8 @@ def test_what_cannot_be_used_is_named(pictures: Path, tmp_path: Path) -> None:
     Image.fromarray(pixels(0)).save(pictures / "dogs" / "broken.png", format="EPS")  # whatever its name
     refused("broken.png", **own)
     (tmp_path / "one" / "only").mkdir(parents=True)
-    Image.fromarray(pixels(0)).save(tmp_path / "one" / "only" / "a.png")
+    for name in ("a.png", "b.png"):
+        Image.fromarray(pixels(0)).save(tmp_path / "one" / "only" / name)
     refused("one class", **{**own, "path": str(tmp_path / "one")})
 
 
@@ -232,10 +233,10 @@ FLAT = np.zeros((12, 6, 5, 3), np.uint8)
     ("change", "name"),
     [
         ({"x": None}, "x"),
-        ({"y": None}, "y_test"),
+        ({"y": None}, "one class"),
         ({"x": FLAT.astype(np.float32)}, "x has dtype torch.float32"),
-        ({"x": np.zeros((12, 30), np.uint8)}, "x has shape (12, 30)"),
-        ({"x": FLAT[..., :2]}, "x has shape (12, 6, 5, 2)"),
+        ({"x": np.zeros((12, 30), np.uint8)}, "x has examples of shape (30,)"),
+        ({"x": FLAT[..., :2]}, "x has examples of shape (6, 5, 2)"),
         ({"x": FLAT}, "std"),
         ({"y": np.arange(11) % 3}, "11 labels"),
         ({"y": np.zeros(12, np.int64)}, "one class"),
