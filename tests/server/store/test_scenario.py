@@ -153,7 +153,7 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
         ({"audit": {"curious": "no"}}, "[audit]: curious must be true or false, got 'no'"),
         ({"model": {"use": "mlp", "hidden": [2**63]}}, "[model]: hidden[0] must fit in 64 bits"),
         ({"simulation": {"round_timeout": 0}}, "[simulation]: round_timeout must be above 0, got 0.0"),
-        ({"stragglers": {"probability": 1.0}}, "[stragglers]: probability must be in [0, 1), got 1.0"),
+        ({"stragglers": {"probability": 1.0}}, "[stragglers]: probability must be at least 0 and below 1, got 1.0"),
         ({"chain": [CLIP]}, "[[chain]]: a chain needs one local_sgd, local_training or scaffold"),
         (
             {"chain": [{"use": "clip", "max_nrom": 1.0}, SGD]},
