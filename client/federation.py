@@ -23,7 +23,6 @@ from fedgauge.client.local_training import LOCAL_TRAININGS
 from fedgauge.client.models.build import build_model
 from fedgauge.client.models.losses import (
     FittedLoss,
-    build_loss,
     fitted_loss,
     is_cross_entropy,
     is_mean,
@@ -31,6 +30,7 @@ from fedgauge.client.models.losses import (
     named_loss,
     per_example_accuracy,
     predicts_tokens,
+    takes_logits,
     takes_probabilities,
 )
 from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
@@ -135,23 +135,20 @@ class Federation:
         if predicts_tokens(loss) == data.labelled:
             other = "cross_entropy" if data.labelled else "next_token"
             raise SpecError(f'[loss]: {table["use"]} does not fit [data]: set use = "{other}"')
-        wrong: SpecError | None = None
-        if (data.one_class or not data.labelled) and not isinstance(loss, FittedLoss):
-            try:
-                return build_loss(table, "[loss]", data.classes), LabelKind(public.y)
-            except SpecError as error:
-                wrong = error
+        of_classes = data.one_class or not data.labelled
+        if of_classes and not isinstance(loss, FittedLoss) and takes_logits(loss, data.classes):
+            return loss, LabelKind(public.y)
         some = Batch(*(t[:TRIED] for t in public))
         x = data.normalise(some.x)
         try:
             with torch.no_grad(), evaluated(self.model):
                 outputs = self.model(x)
         except Exception as error:  # a user's network may raise anything
-            raise wrong or SpecError(f"[model]: it fails on examples: {type(error).__name__}: {error}") from error
+            raise SpecError(f"[model]: it fails on examples: {type(error).__name__}: {error}") from error
         if not isinstance(outputs, torch.Tensor):
             why = "one tensor of outputs, such as torch.cat of its parts, which [loss] splits"
             raise SpecError(f"[model]: it returns a {type(outputs).__name__}: let it return {why}")
-        return fitted_loss(loss, table, "[loss]", (outputs, some.y, x), public.y, data.classes, wrong)
+        return fitted_loss(loss, table, "[loss]", (outputs, some.y, x), public.y, data.classes)
 
     @cached_property
     def chain(self) -> Chain:
@@ -294,18 +291,8 @@ class Federation:
             round: from 1.
             compute: a client function to use instead of the protocol's, on the same examples and randomness.
         """
-        return self.mean_update(params, buffers, self.protocol.members(client, round), round, compute)
-
-    def mean_update(
-        self,
-        params: Params,
-        buffers: Mapping[str, Tensor],
-        clients: Sequence[int],
-        round: int,
-        compute: UpdateFn | None = None,
-    ) -> Update:
-        """Compute the mean of these clients' updates in a round; the arguments are those of `client_update`."""
-        updates = [self.own_update(params, buffers, client, round, compute=compute) for client in clients]
+        members = self.protocol.members(client, round)
+        updates = [self.own_update(params, buffers, member, round, compute=compute) for member in members]
         return updates[0] if len(updates) == 1 else average(updates, [1] * len(updates))
 
     def own_update(

@@ -1,15 +1,26 @@
 """The protocol: the part of a scenario that every party of the federation knows."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from fedgauge.client.collusion import check_threshold
-from fedgauge.client.components import Checked, Natural, SpecError, Table, check_at_least, coerce, settings_of
+from fedgauge.client.components import (
+    Checked,
+    Count,
+    Fraction,
+    Natural,
+    Positive,
+    Range,
+    SpecError,
+    Table,
+    coerce,
+    settings_of,
+)
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.rng import generator
@@ -18,22 +29,18 @@ MOST_ROUNDS, MOST_CLIENTS = 1_000_000, 100_000
 
 
 @dataclass(frozen=True)
-class Stragglers:
+class Stragglers(Checked):
     """Clients that miss a round, drawn from the seed; their replies never arrive.
 
     Args:
         probability: that a client's reply in a round never arrives, at least 0 and below 1.
     """
 
-    probability: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.probability < 1:
-            raise ValueError(f"probability must be in [0, 1), got {self.probability}")
+    probability: Fraction = 0.0
 
 
 @dataclass(frozen=True)
-class SecureSumOptions:
+class SecureSumOptions(Checked):
     """A simulated, ideal secure sum: the server sees only the mean of each group's updates.
 
     Args:
@@ -48,12 +55,11 @@ class SecureSumOptions:
     threshold: int | None = None
     drawn: bool = False
     colluders: int | None = field(default=None, repr=False)
-    clip: float | None = field(default=None, repr=False)
+    clip: Positive | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_threshold(self.group, self.least, self.colluders)
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"clip must be above 0 and finite, got {self.clip}")
 
     @property
     def least(self) -> int:
@@ -84,14 +90,15 @@ class CanaryOptions(Checked):
         examples: canary examples of each such client, at least 0; each is among its data or not, by a fair coin.
     """
 
-    clients: int
+    clients: Count
     examples: Natural = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 1 if self.examples else 2, "clients")  # one direction has no spread
 
-
+_NUMBERS = {
+    "seed": Natural,
+    "rounds": Annotated[Count, Range(f"at most {MOST_ROUNDS}", lambda n: n <= MOST_ROUNDS)],
+    "clients": Annotated[Count, Range(f"at most {MOST_CLIENTS}", lambda n: n <= MOST_CLIENTS)],
+}
 _OPTIONAL: Mapping[str, type] = {"secure_sum": SecureSumOptions, "canaries": CanaryOptions}
 
 
@@ -133,8 +140,11 @@ class Protocol:
     canaries: CanaryOptions | None = None
 
     def __post_init__(self) -> None:
-        if self.canaries and self.canaries.clients > (most := self.clients - (not self.canaries.examples)):
-            raise SpecError(f"[canaries]: clients must be at most {most}, got {self.canaries.clients}")
+        if self.canaries is not None:
+            # one direction has no spread; some client must train
+            least, most = (1, self.clients) if self.canaries.examples else (2, self.clients - 1)
+            if not least <= self.canaries.clients <= most:
+                raise SpecError(f"[canaries]: clients must be in {least}..{most}, got {self.canaries.clients}")
         if self.secure_sum and self.clients % self.secure_sum.group:
             raise SpecError(f"[secure_sum]: group = {self.secure_sum.group} does not divide clients = {self.clients}")
 
@@ -151,11 +161,7 @@ class Protocol:
         for key in ("rounds", "clients", "data", "model", "chain"):
             if key not in spec:
                 raise SpecError(f"the scenario needs {key!r}")
-        numbers = {k: coerce(spec.get(k, 0), int, k) for k in ("seed", "rounds", "clients")}
-        for key, least, most in (("seed", 0, 2**63), ("rounds", 1, MOST_ROUNDS), ("clients", 1, MOST_CLIENTS)):
-            if not least <= numbers[key] <= most:
-                bound = f"at least {least}" if numbers[key] < least else f"at most {most}"
-                raise SpecError(f"{key} must be {bound}, got {numbers[key]}")
+        numbers = {key: coerce(spec.get(key, 0), hint, key) for key, hint in _NUMBERS.items()}
         data, model = (coerce(spec[k], dict, f"[{k}]") for k in ("data", "model"))
         chain = tuple(coerce(t, dict, f"[[chain]] #{i}") for i, t in enumerate(coerce(spec["chain"], list, "chain"), 1))
         return cls(
