@@ -1,7 +1,5 @@
 """Figures for papers: each plot of a run as PNG and SVG, one column wide, drawn with Matplotlib in the page's colours."""
 
-import base64
-import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,14 +9,12 @@ from textwrap import fill
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, MultipleLocator, PercentFormatter
-from PIL import Image
 
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.files import replacing
@@ -26,13 +22,11 @@ from fedgauge.server.dashboard import STATIC
 from fedgauge.server.store.run import Run
 from fedgauge.server.views import figures as views
 from fedgauge.server.views.compare import named_readings, utility_figure
-from fedgauge.server.views.gallery import Gallery, sampled
 from fedgauge.server.views.roles import is_baseline
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 
 WIDTH, HEIGHT = 3.3, 2.1  # inches: a column of most two-column papers; axes with their labels
 LETTERS = 30  # of an axis' label in a line
-EXAMPLES = 6  # in a gallery
 SCALE = 0.55  # points of a line in print for each pixel on the page
 # the page's own colours on a white ground
 THEME = dict(re.findall(r"--([\w-]+): (#\w{6})", (STATIC / "style.css").read_text().partition("@media")[0]))
@@ -84,8 +78,6 @@ def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[s
             others = views.success_figure(reading), views.membership_figure(reading)
             for spec in filter(None, (*views.rounds_figures(reading), *others)):
                 written += _save(draw(spec), place / spec.name, about)
-            if (strip := gallery_figure(Gallery(reading))) is not None:
-                written += _save(strip, place / "gallery", about)
         if len(named) > 1:
             about = ". ".join(f"{i}: {r.run.name}. {_knowledge(r)}" for i, r in enumerate(named.values(), 1))
             specs = [spec for metric in MEASURED if (spec := utility_figure(named, metric)) is not None]
@@ -172,38 +164,3 @@ def _set_axis(axes: Axes, which: str, spec: views.Axis) -> None:
     if spec.kind == "round":
         axis.set_major_locator(MaxNLocator(integer=True))
     getattr(axes, f"set_{which}lim")(spec.low, spec.high)
-
-
-def gallery_figure(gallery: Gallery) -> Figure | None:
-    """Draw true images above their reconstructions and scores; None without true images."""
-    found = [gallery.card(*place) for place in sampled(gallery.attacked(), EXAMPLES)]
-    cards = [card for card in found if card.truth is not None]
-    if not cards:
-        return None
-    shown = {tile.attack for card in cards for tile in card.tiles}
-    attacks, side = [attack for attack in gallery.attacks if attack in shown], WIDTH / EXAMPLES
-    figure = Figure((side * len(cards), 1.6 * side * (1 + len(attacks))))
-    columns = figure.subplots(1 + len(attacks), len(cards), squeeze=False, gridspec_kw={"hspace": 0.6}).T
-    for card, column in zip(cards, columns, strict=True):
-        _draw_tile(column[0], card.truth, f"label {card.label}", f"round {card.round}\nclient {card.client}")
-        tiles = {tile.attack: tile for tile in card.tiles}
-        for attack, axes in zip(attacks, column[1:], strict=True):
-            own = tiles.get(attack)
-            note = own.note.removesuffix(" dB") if own and own.image else "no\nimage" if own else "not\nattacked"
-            _draw_tile(axes, own.image if own else None, note)
-    for name, axes in zip(["truth", *(f"{a}, PSNR (dB)" for a in attacks)], columns[0], strict=True):
-        axes.annotate(name, (0, 1.04), xycoords="axes fraction", size=7, weight="bold")
-    return figure
-
-
-def _draw_tile(axes: Axes, uri: str | None, note: str, title: str = "") -> None:
-    """Draw a gallery picture, which is a PNG in a data URI, with a note below it."""
-    axes.grid(False)
-    axes.set(xticks=[], yticks=[])
-    axes.set_title(title, size=7, pad=12)
-    if uri is None:
-        axes.text(0.5, 0.5, note, ha="center", va="center", size=7, color=MUTED, transform=axes.transAxes)
-        return
-    axes.set_xlabel(note, size=7, labelpad=1)
-    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1]))))
-    axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
