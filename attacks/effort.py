@@ -38,7 +38,6 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
     )  # behind an update, or a group's sum
 
     def works(attack: str) -> bool:
-        """Return whether the protocol and the network allow an attack."""
         match attack:
             case "analytic":
                 return examples == 1 and _dense(federation) is not None

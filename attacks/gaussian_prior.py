@@ -49,7 +49,6 @@ class GaussianPrior:
 
     @classmethod
     def of(cls, mean: Tensor, covariance: Tensor) -> "GaussianPrior":
-        """From a mean (d,) and a positive definite covariance (d, d)."""
         variances, axes = torch.linalg.eigh(covariance.double())
         return cls(mean.double(), axes.T, variances)
 
@@ -75,7 +74,6 @@ class GaussianPrior:
 
     @cached_property
     def covariance(self) -> Tensor:
-        """(d, d)."""
         return self._spectral(self.variances, self.rest)
 
     @cached_property
@@ -161,7 +159,6 @@ def class_priors(images: Batch) -> tuple[ClassPrior, ...]:
 
 @lru_cache(maxsize=1)
 def public_priors(shards: Shards) -> tuple[ClassPrior, ...]:
-    """The priors that a federation's public images give."""
     return class_priors(shards.auxiliary_batch())
 
 

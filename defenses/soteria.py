@@ -52,7 +52,6 @@ class soteria(Link):
 
     @property
     def weight(self) -> str:
-        """Name of the only parameter that is changed."""
         return f"{self.layer}.weight"
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
@@ -93,7 +92,6 @@ class soteria(Link):
         return found
 
     def _representation(self, params: Params, x: Tensor) -> Tensor:
-        """The layer's input (B, k)."""
         seen: list[Tensor] = []
         layer = self.model.get_submodule(str(self.layer))
         with layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])):

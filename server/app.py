@@ -73,7 +73,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     # in a deployment a client may never come back, and the rounds go on with the others
     inner = build_strategy(scenario.strategy, protocol.clients, 1 if ledger.deployed else None)
     if start is not None:
-        checkpoint.restore(inner, start.strategy)
+        vars(inner).update(start.strategy)
     seen: list[Participation] = []
     malicious = _malicious(run, ledger, scenario, inner)
     together = protocol.secure_sum if ledger.deployed else None  # a simulation's is the checked strategy's

@@ -98,7 +98,6 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
 
 
 def _inputs(model: nn.Module) -> list[str]:
-    """Return the names of the inputs that a model needs."""
     free = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = inspect.signature(model.forward).parameters.values()
     return [p.name for p in given if p.kind in free and p.default is p.empty]
@@ -200,7 +199,6 @@ class Differentiation:
     note: str = ""
 
     def __call__(self) -> AbstractContextManager[None]:
-        """The context in which the model runs."""
         return twice_differentiable() if self.composed else nullcontext()
 
 

@@ -64,7 +64,6 @@ class LayerCall:
 
     @property
     def dense(self) -> bool:
-        """True if the layer is fully connected."""
         return not self.settings
 
 
@@ -88,12 +87,10 @@ class InputLayer:
 
     @property
     def name(self) -> str:
-        """The layer's name."""
         return self.call.name
 
     @property
     def dense(self) -> bool:
-        """True if the layer is fully connected over the whole example."""
         return self.call.dense
 
     def read(self, x: Tensor) -> Tensor:
@@ -298,7 +295,6 @@ def activation_between(below: LayerCall, above: LayerCall) -> str:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors are equal up to rounding."""
     return a.shape == b.shape and bool((a - b).norm() <= SAME * b.norm())
 
 

@@ -96,7 +96,6 @@ class MainMetric(Measured):
 
     @property
     def key(self) -> str:
-        """The name of the kind of data in a ledger."""
         return self.stored or self.metric
 
 

@@ -68,7 +68,6 @@ class SentenceModality(Modality):
         return f"lengths {lengths}"
 
     def words(self, x: Tensor) -> list[str]:
-        """A sentence's tokens, without padding."""
         tokenizer = self.dataset.tokenizer
         return tokenizer.tokens(x[x != tokenizer.pad].tolist())
 

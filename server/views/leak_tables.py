@@ -24,7 +24,6 @@ LOST, UNGRADED = Column("lost", "without a value"), Column("ungraded", "not grad
 
 
 def leak_columns(by: Measured, name: str = "") -> list[Column]:
-    """Return the columns of `leak_cells`."""
     named = f" {name}" if name else ""
     return [
         Column.of(by, "mean", f"mean{named}"),
@@ -39,7 +38,6 @@ def leak_cells(leak: Leak | None) -> tuple[Cell, Cell, Cell]:
 
 
 def label_column(metric: str) -> Column:
-    """Return the column of restored labels, by their metric."""
     return Column.of(MEASURED[metric], "labels", MEASURED[metric].label)
 
 

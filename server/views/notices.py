@@ -24,7 +24,6 @@ class Notice(NamedTuple):
 
 
 def notices(reading: RunSnapshot) -> list[Notice]:
-    """Return the notices of a run."""
     return [*_of_training(reading), *_of_attacks(reading)]
 
 

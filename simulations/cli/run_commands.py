@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from hashlib import sha256
 from typing import get_args
@@ -27,7 +28,6 @@ from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_statu
 
 
 def add_to(commands: Commands) -> None:
-    """Register these commands."""
     start = commands.add(run, with_run=False)
     path(start, "scenario", "SCENARIO.toml", nargs="?")
     path(start, "--resume", "RUN", "continue a run that was interrupted, failed or was killed")
@@ -47,11 +47,10 @@ def add_to(commands: Commands) -> None:
     again.add_argument("--truth", metavar="FOLDER|'NAME KEY=VALUE ...'", help=text)
     again.add_argument("--devices", metavar="cuda:0,cuda:1", help="instead of the scenario's; auto, cpu, cuda or names")
     flag(again, "--force", "attack although the replay check fails")
-    flag(again, "--follow", "wait for jobs while the training continues")
+    flag(again, "--follow", "wait for jobs until the training ends; in a deployment, until it is complete")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge run SCENARIO.toml`."""
     from fedgauge.simulations.checks.scenario_check import try_first
     from fedgauge.simulations.run.create import new_run, resume
     from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
@@ -92,7 +91,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge audit RUN`."""
     from fedgauge.server.pool.service import attack_devices
     from fedgauge.server.pool.tester import grade, regrade
     from fedgauge.simulations.checks.scenario_check import refuse_misfit
@@ -137,7 +135,12 @@ def audit(options: argparse.Namespace) -> int:
         waiting = ledger.progress().waiting
         if waiting and (words := other_sizes(ledger, scenario.federation.shards.batch_size)):
             console.print(f"warning: {words}", soft_wrap=True)  # before hours of work
-        interrupted = _attack(options, run, scenario, console) if truth is None or waiting else False
+        own = ledger.deployed and not ledger.foreign  # its training may fail, and be continued
+
+        def coming() -> bool:
+            return options.follow and (run.at_work("training") or (own and not run.model.exists()))
+
+        interrupted = _attack(options, run, scenario, console, coming) if truth is None or waiting else False
         if truth is not None and not interrupted:
             if options.log == "auto":
                 console.print("grading, and testing membership again, by the truth")
@@ -160,8 +163,10 @@ def _repeat_problems(run: Run) -> None:
         tell(f"recording: {problem.words} ({counts[problem.code]} x)")
 
 
-def _attack(options: argparse.Namespace, run: Run, scenario: Scenario, console: Console) -> bool:
-    """Attack what waits; returns whether somebody interrupted it."""
+def _attack(
+    options: argparse.Namespace, run: Run, scenario: Scenario, console: Console, coming: Callable[[], bool]
+) -> bool:
+    """Attack what waits, and what is coming; returns whether somebody interrupted it."""
     from fedgauge.server.pool.service import make_executor, serve
     from fedgauge.simulations.run.simulate import Interrupt
 
@@ -173,7 +178,7 @@ def _attack(options: argparse.Namespace, run: Run, scenario: Scenario, console: 
             run,
             executor,
             scenario,
-            follow=lambda: options.follow and run.at_work("training"),
+            follow=coming,
             stop=lambda: interrupt.asked,
             tick=view.update,
             force=options.force,

@@ -50,7 +50,6 @@ def wide_console() -> Console:
 
 
 def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
-    """Print the table of scores, what is known of them, and the notices."""
     console = wide_console()
     ledger, meta = reading.ledger, reading.meta
     table = rounds_table(reading).only(*SHOWN)

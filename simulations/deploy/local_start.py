@@ -86,7 +86,8 @@ def _follow(local: LocalDeployment, run: Run, view: View, interrupt: Interrupt) 
     """Supervise the services until the run has ended; returns INTERRUPTED or 0."""
     ledger = view.reading.ledger
     status = _await_end(local, "start", view, interrupt)
-    if "attack" in local.children:  # it ends when the queue is empty, or after an interrupt with the attacks in flight
+    # after a complete training it ends when the queue is empty, after an interrupt with the attacks in flight
+    if "attack" in local.children and (interrupt.asked or run.model.exists()):
         _await_end(local, "attack", view, interrupt)
     if interrupt.asked:
         return INTERRUPTED

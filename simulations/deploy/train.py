@@ -23,7 +23,9 @@ from fedgauge.simulations.run.launch import TrainingFailed
 from fedgauge.simulations.run.simulate import POLL, Interrupt
 
 REGISTERED = "already in use"  # Flower's message for a key that is already registered
-WITHOUT_AUDIT = 60.0  # seconds that `start` waits for an attack service that is not running
+# seconds that `start` waits for an attack service that is not running: one that lost its Ray cluster is restarted within a
+# minute, and may need another to join
+WITHOUT_AUDIT = 180.0
 
 
 def register(deployment: Deployment, superlink: str) -> None:

@@ -130,7 +130,6 @@ def _knowledge(reading: RunSnapshot) -> str:
 
 
 def draw(spec: views.Figure) -> Figure:
-    """Draw lines and points with their intervals and worst cases."""
     figure = Figure((WIDTH, HEIGHT), layout="constrained")
     axes = figure.subplots()
     right = axes.twinx() if spec.right else None

@@ -106,7 +106,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         NotResumable: the run is complete, has the other mode, was trained by another version, or its checkpoint is unusable.
         RunBusy: a process still trains it.
     """
-    from fedgauge.server.store.checkpoint import restore, starting_point
+    from fedgauge.server.store.checkpoint import starting_point
     from fedgauge.server.strategy.build import build_strategy  # imports Flower, which an audit does not need
 
     if (server := run.holder("server")) is not None:
@@ -126,7 +126,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         start = starting_point(run, ledger, scenario)
         if start is not None:  # tried here, where it is refused in a sentence
             least = 1 if ledger.deployed else None  # as the server builds it
-            restore(build_strategy(scenario.strategy, scenario.protocol.clients, least), start.strategy)
+            build_strategy(scenario.strategy, scenario.protocol.clients, least)
     return scenario
 
 

@@ -3,6 +3,8 @@
 import re
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +16,7 @@ from fedgauge.client.components import allowing
 from fedgauge.server.app import federate
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger_types import DEPLOYMENT, OWN
 from fedgauge.server.store.run import Run
 from fedgauge.server.strategy.checked import CLIENT_ABSENT
 from fedgauge.server.views.notices import notices
@@ -25,6 +28,7 @@ from fedgauge.simulations.deploy.folder import DEMO, Deployment
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.exit_status import exit_status
+from tests.simulations.deploy.conftest import wait_for
 
 OWN_NETS = """
 from torch import nn
@@ -162,3 +166,24 @@ def test_a_complete_run_is_attacked_further_by_the_next_start(
     assert cli.main(command) == 2, "it is complete"
     ((waiting, follows),) = seen
     assert waiting > 0 and follows
+
+
+def test_the_attack_service_waits_for_a_failed_training_to_be_continued(
+    make_scenario: Any, make_taped: Any, tmp_path: Path
+) -> None:
+    """Nothing waits and no process trains: it ends only when the model is there."""
+    run = make_taped(tmp_path / "run", make_scenario(attack=[{"use": "analytic"}]))
+    with run.ledger() as ledger:
+        ledger.set_meta(state="failed", mode=DEPLOYMENT, **{OWN: "1"})
+
+    def complete() -> None:
+        with run.ledger(readonly=True) as ledger:
+            wait_for(lambda: not ledger.progress().waiting)
+        time.sleep(1)  # in which it would end
+        run.model.write_bytes(b"weights")
+
+    training = threading.Thread(target=complete)
+    training.start()
+    assert cli.main(["audit", str(run.folder), "--follow"]) == 0
+    assert run.model.exists()
+    training.join()
