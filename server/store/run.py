@@ -192,7 +192,7 @@ class Run:
                 except BlockingIOError as error:
                     if attempt == 9:
                         file.seek(0)
-                        raise RunBusy(f"{self.folder}: process {file.read() or '?'} holds its {purpose}") from error
+                        raise RunBusy(f"{self.folder}: process {file.read() or '?'} uses it for {purpose}") from error
                     time.sleep(0.02)
             file.truncate(0)
             file.write(str(os.getpid()))
@@ -212,7 +212,7 @@ class Run:
             if (pid := self._written(purpose)) is None or re.fullmatch(r"[1-9]\d{0,9}", pid):
                 return None if pid is None else int(pid)
             time.sleep(0.02)  # its number is not written yet
-        raise LedgerError(f"{self.folder}: an unknown process holds its {purpose}")
+        raise LedgerError(f"{self.folder}: an unknown process uses it for {purpose}")
 
     def at_work(self, purpose: str) -> bool:
         """Check if a process has the lock for a purpose."""

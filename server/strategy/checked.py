@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedgauge.client.arrays import npy_array, npy_header
-from fedgauge.client.deployment.guard import WITHHELD
+from fedgauge.client.inspection.policy import WITHHELD
 from fedgauge.client.inspection.results import LARGEST
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import seed_of

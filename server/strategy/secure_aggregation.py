@@ -12,10 +12,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.deployment.secure_sum_mod import WEIGHT, read, to_config_record
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum
-from fedgauge.client.inspection.policy import REASON
+from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
 SUMMED = 101  # our error codes: the client's update is part of another reply

@@ -92,7 +92,7 @@ def test_a_zip_bomb_and_a_pickle_are_refused_unread(doorway: Any) -> None:
         assert reason(at, update(at, bias=data)).startswith("bias cannot be decoded")
 
 
-def test_an_update_that_says_it_is_of_another_client_is_of_who_sent_it(doorway: Any) -> None:
+def test_an_update_belongs_to_its_sender_whatever_client_it_claims(doorway: Any) -> None:
     """Who a client is follows from the node that the SuperLink heard, not from what the reply says."""
     at = doorway()
     content = update(at)

@@ -16,8 +16,7 @@ from flwr.app.metadata import Metadata
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
-from fedgauge.client.deployment.guard import WITHHELD
-from fedgauge.client.inspection.policy import REASON
+from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.client.inspection.results import LARGEST
 from fedgauge.server.strategy.checked import CheckedStrategy, GuardReport, RoundReplies
 from fedgauge.server.views.participation import may_have_sent

@@ -78,7 +78,7 @@ def test_sentences_that_are_read_exactly_score_100_and_random_words_little() -> 
     assert rows["exact_sentence"].floor == 0
 
 
-def test_what_found_no_words_is_graded_as_none_and_says_why() -> None:
+def test_an_attack_without_words_is_graded_as_empty_with_its_reason() -> None:
     rows = run(sentences({"batch_size": 2}))
     assert [row.here for row in rows] == [0] * 4
     for row in rows:
