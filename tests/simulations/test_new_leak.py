@@ -79,7 +79,7 @@ def test_a_gate_and_a_sweep_judge_by_it(run: Run, capsys: pytest.CaptureFixture[
         ("row_over_bias", "close", 100.0),
         ("contains", "class_detected", 1.0),
     ]
-    assert "| class_detected |" in summary and "1.000 by `contains`" in summary and "`row_over_bias`" in summary
+    assert f"| {LABEL} |" in summary and "1.000 by `contains`" in summary and "`row_over_bias`" in summary
 
 
 @pytest.mark.parametrize("lost", ["contains", "row_over_bias"])

@@ -155,9 +155,9 @@ def test_a_table_of_ones_own_is_one_file(own_table: Path, capsys: pytest.Capture
     [
         ('axes = ["defense"]', 'axes = ["defence"]', "'defense'"),
         ("mydefense:fog", "mydefense:fogg", "'mydefense:fogg'"),
-        ("myattack:quotient", "dlgg", "'dlg'"),
+        ('use = "myattack:quotient"', 'use = "dlgg"\nname = "quotient"', "'dlg'"),
         ("none.quotient", "non.quotient", "'non'"),
-        ("[reference]", "[reference", "TOML"),
+        ("[reference]", "[reference", "line"),
         ("n = 4", "m = 4", "'m'"),
     ],
 )
