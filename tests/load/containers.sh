@@ -42,8 +42,8 @@ finish() {
   [ $status = 0 ] || { docker ps --all; for each in $(docker ps --all --quiet); do echo "== $each"; docker logs --tail 12 "$each" 2>&1; done; } || true
   docker ps --all --quiet | xargs --no-run-if-empty docker rm --force > /dev/null 2>&1 || true
   docker network prune --force > /dev/null 2>&1 || true
-  ! mountpoint --quiet "$WORK/checkout/federation/runs" || umount "$WORK/checkout/federation/runs" || true
   kill "$engine" 2> /dev/null && wait "$engine" 2> /dev/null || true
+  findmnt --noheadings --raw --output TARGET | grep "^$WORK/" | sort --reverse | xargs --no-run-if-empty umount || true # runs/, and the engine's
   echo "$forwarding" > /proc/sys/net/ipv4/ip_forward
   iptables-restore < "$WORK/rules" # the engine leaves its chains behind, and drops what is forwarded
   [ -n "${KEEP:-}" ] || rm -rf "$WORK"
