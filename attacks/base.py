@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import Checked, Count, Positive
-from fedgauge.client.data.images import by_channel
-from fedgauge.client.labels import LabelKind
+from fedgauge.client.data.dataset import by_channel
+from fedgauge.client.gradient import StochasticLayer, gradient
+from fedgauge.client.label_kinds import LabelKind
 from fedgauge.client.models.columns import Columns
-from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Loss, Params, Transform, Update, UpdateFn, average
 
@@ -60,13 +60,7 @@ class Wave:
 
     @classmethod
     def stack(cls, observations: Sequence[Observation]) -> "Wave":
-        """Stack observations of one round with the same params.
-
-        Example:
-            >>> seen = [Observation(1, client, {"w": torch.zeros(3)}, {"w": torch.ones(3)}) for client in (0, 4)]
-            >>> Wave.stack(seen).update["w"].shape
-            torch.Size([2, 3])
-        """
+        """Stack observations of one round with the same params."""
         first = observations[0]
         stacked = {k: torch.stack([o.update[k] for o in observations]) for k in first.update}
         corrected = any(o.correction for o in observations)
@@ -85,11 +79,9 @@ class Wave:
 
     @property
     def device(self) -> torch.device:
-        """Device of its tensors."""
         return next(iter(self.params.values())).device
 
     def to(self, device: torch.device) -> "Wave":
-        """The wave on a device."""
         parts = (self.params, self.update, self.buffers, self.correction, self.returned)
         params, update, buffers, correction, returned = (
             {name: t.to(device) for name, t in part.items()} for part in parts
@@ -97,14 +89,12 @@ class Wave:
         return replace(self, params=params, update=update, buffers=buffers, correction=correction, returned=returned)
 
     def of(self, chosen: Sequence[int]) -> "Wave":
-        """A wave of only the chosen observations."""
         parts = (self.update, self.correction, self.returned)
         update, correction, returned = ({name: t[list(chosen)] for name, t in part.items()} for part in parts)
         clients = tuple(self.clients[k] for k in chosen)
         return replace(self, clients=clients, update=update, correction=correction, returned=returned)
 
     def alone(self, k: int) -> Update:
-        """The k-th observation's update."""
         return {name: t[k] for name, t in self.update.items()}
 
 
@@ -139,7 +129,7 @@ class Knowledge:
         label_kind: one class, findings, numbers or none.
 
     Example:
-        >>> from fedgauge.client.training import local_sgd
+        >>> from fedgauge.client.local_training import local_sgd
         >>> local = Chain((local_sgd(rate=0.5, steps=4),))
         >>> Knowledge(nn.Flatten(), local, (1, 2, 2), classes=4, batch_size=1, mean=(0.5,), std=(0.25,)).scale
         2.0
@@ -329,7 +319,6 @@ class Reconstruction:
     confidence: Tensor | None = None
 
     def to(self, device: torch.device) -> "Reconstruction":
-        """The same with its tensors on a device."""
         x, y, confidence = (_moved(t, device) for t in (self.x, self.y, self.confidence))
         return replace(self, x=x, y=y, confidence=confidence)
 

@@ -18,7 +18,7 @@ from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
 from fedgauge.attacks.problem import Unattackable
 from fedgauge.client.components import Table
 from fedgauge.client.federation import Federation
-from fedgauge.client.training import StochasticLayer
+from fedgauge.client.gradient import StochasticLayer
 
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
@@ -38,7 +38,6 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
     )  # behind an update, or a group's sum
 
     def works(attack: str) -> bool:
-        """Return whether the protocol and the network allow an attack."""
         match attack:
             case "analytic":
                 return examples == 1 and _dense(federation) is not None

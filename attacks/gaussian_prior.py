@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from fedgauge.client.data.images import Shards
+from fedgauge.client.data.dataset import Shards
 from fedgauge.client.update import Batch
 
 ENOUGH = 20  # images from which on a class has a covariance of its own
@@ -49,7 +49,6 @@ class GaussianPrior:
 
     @classmethod
     def of(cls, mean: Tensor, covariance: Tensor) -> "GaussianPrior":
-        """From a mean (d,) and a positive definite covariance (d, d)."""
         variances, axes = torch.linalg.eigh(covariance.double())
         return cls(mean.double(), axes.T, variances)
 
@@ -75,7 +74,6 @@ class GaussianPrior:
 
     @cached_property
     def covariance(self) -> Tensor:
-        """(d, d)."""
         return self._spectral(self.variances, self.rest)
 
     @cached_property
@@ -161,7 +159,6 @@ def class_priors(images: Batch) -> tuple[ClassPrior, ...]:
 
 @lru_cache(maxsize=1)
 def public_priors(shards: Shards) -> tuple[ClassPrior, ...]:
-    """The priors that a federation's public images give."""
     return class_priors(shards.auxiliary_batch())
 
 

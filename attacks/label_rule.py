@@ -58,7 +58,6 @@ class LabelRule:
         return bool(self.share > self.other)
 
     def scores(self, rows: Tensor) -> Tensor:
-        """(n, classes) of rows (n, classes, D)."""
         return (rows / self.size - self.middle) @ self.weights + self.usual
 
     def counts(self, rows: Tensor) -> Tensor:
@@ -133,7 +132,6 @@ def _learned(
 
 
 def _updates(known: Knowledge, params: Params, rows: Rows) -> int:
-    """Return the number of updates to simulate."""
     images = 0 if known.auxiliary is None else len(known.auxiliary.y)
     few = min(UPDATES, NUMBERS // rows(params).numel())
     return max(min(few, min(EXAMPLES, PER_IMAGE * images) // known.batch_size), FEWEST)
@@ -197,5 +195,4 @@ def _counts(y: Tensor, classes: int) -> Tensor:
 
 
 def _overlap(found: Tensor, real: Tensor) -> Tensor:
-    """The mean share of each batch's labels that were counted."""
     return torch.minimum(found, real).sum(1).double().mean() / real[0].sum()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.computation import ACTIVATIONS, called, close
-from fedgauge.client.labels import Binary
+from fedgauge.client.label_kinds import Binary
 from fedgauge.client.models.losses import loss_of
 from fedgauge.client.update import Params
 

@@ -1,6 +1,6 @@
 """Sources of an audit's waves and truth: a federation in memory, or public examples in place of private ones.
 
-A third source, of a recorded run, is fedgauge.server.store.uploads.
+A third source, of a recorded run, is fedgauge.server.store.tape_source.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +49,6 @@ class FederationSource:
 
     @cached_property
     def modality(self) -> Modality:
-        """The kind of this federation's data."""
         return modality_of(self.federation.shards.dataset)
 
     def truth(self, client: int, round: int) -> Batch:
@@ -106,17 +105,14 @@ class PublicSource(FederationSource):
 
     @property
     def members(self) -> int:
-        """Clients that the server sees as one sum."""
         return len(self.federation.protocol.groups(1)[0])
 
     @property
     def size(self) -> int:
-        """Examples behind what the server sees of one."""
         return self.members * self.federation.shards.batch_size
 
     @cached_property
     def batches(self) -> list[Batch]:
-        """The examples of each."""
         public, seed = self.auxiliary, self.federation.protocol.seed
         drawn = [generator(seed, "stand-in", k) for k in range(self.count)]
         chosen = [torch.randint(len(public.x), (self.size,), generator=rng) for rng in drawn]

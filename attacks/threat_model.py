@@ -13,11 +13,10 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import Chain
 from fedgauge.client.federation import Federation
-from fedgauge.client.labels import ordered
-from fedgauge.client.local_training import ControlledSGD, Correction, own_move
+from fedgauge.client.label_kinds import ordered
+from fedgauge.client.local_training import ControlledSGD, Correction, local_sgd, own_move
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import is_identity, noise_free
 from fedgauge.client.update import Batch
 

@@ -10,8 +10,7 @@ from itertools import accumulate
 
 from torch import Generator
 
-from fedgauge.client.local_training import ControlledSGD
-from fedgauge.client.training import local_sgd
+from fedgauge.client.local_training import ControlledSGD, local_sgd
 from fedgauge.client.transforms import (
     BatchTransform,
     GroupMean,

@@ -16,8 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedgauge.client.chain import Chain, trained_on
 from fedgauge.client.components import ComponentKind, SpecError, build, call, call_checked, coerce
 from fedgauge.client.data.canary_examples import with_canary_examples
-from fedgauge.client.data.images import Dataset, Shards, batch_of, split
-from fedgauge.client.labels import LabelKind
+from fedgauge.client.data.dataset import Dataset, Shards, batch_of, split
+from fedgauge.client.gradient import evaluated, gradient
+from fedgauge.client.label_kinds import LabelKind
+from fedgauge.client.local_training import LOCAL_TRAININGS
 from fedgauge.client.models.build import build_model
 from fedgauge.client.models.losses import (
     FittedLoss,
@@ -34,7 +36,6 @@ from fedgauge.client.models.losses import (
 from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.training import LOCAL_TRAININGS, evaluated, gradient
 from fedgauge.client.transforms import (
     BatchTransform,
     GroupMean,

@@ -14,7 +14,7 @@ Update = dict[str, Tensor]
 
 
 class Batch(NamedTuple):
-    """Examples and labels: x (B, C, H, W) in [0, 1]; y (B,) int64, or of another kind (client/labels.py)."""
+    """Examples and labels: x (B, C, H, W) in [0, 1]; y (B,) int64, or of another kind (client/label_kinds.py)."""
 
     x: Tensor
     y: Tensor

@@ -81,7 +81,7 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
 
     Example:
         >>> from fedgauge.client.chain import chain
-        >>> from fedgauge.client.training import local_sgd
+        >>> from fedgauge.client.local_training import local_sgd
         >>> mechanism(chain(clip(1.0), local_sgd(0.1), gaussian(0.05)), batch_size=8).client
         0.5
     """

@@ -37,7 +37,6 @@ class dp_sgd(Link):
 
     @property
     def parts(self) -> Chain:
-        """The same as separate links."""
         return Chain((self._clipped, gaussian(self.noise_multiplier * self.max_norm / self.batch_size)))
 
     @property

@@ -39,7 +39,6 @@ class freeze(UpdateTransform):
             raise ValueError("layers names all of the model's parameters: nothing would be trained")
 
     def frozen(self, name: str) -> bool:
-        """Check that a parameter of this name is not trained."""
         return any(_within(name, layer) for layer in self.layers)
 
     def apply(self, update: Update, rng: Generator | None) -> Update:

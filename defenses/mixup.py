@@ -69,6 +69,5 @@ def _check(examples: int) -> None:
 
 
 def _blend(t: Tensor, other: Tensor, weight: Tensor) -> Tensor:
-    """weight * t + (1 - weight) * t[other]; weight (B,)."""
     weight = weight.view(-1, *[1] * (t.dim() - 1))
     return weight * t + (1 - weight) * t[other]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgauge.client.gradient import StochasticLayer
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.vision import require_positive
-from fedgauge.client.training import StochasticLayer
 
 
 def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str | None = None) -> nn.Module:

@@ -38,7 +38,6 @@ class quantize(UpdateTransform):
 
     @property
     def levels(self) -> int:
-        """The number of levels above zero."""
         return (1 << self.bits - 1) - 1
 
     @property

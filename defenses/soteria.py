@@ -12,8 +12,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
+from fedgauge.client.gradient import without_running_stats
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.training import without_running_stats
 from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 from fedgauge.defenses.noise import identity
@@ -52,7 +52,6 @@ class soteria(Link):
 
     @property
     def weight(self) -> str:
-        """Name of the only parameter that is changed."""
         return f"{self.layer}.weight"
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
@@ -93,7 +92,6 @@ class soteria(Link):
         return found
 
     def _representation(self, params: Params, x: Tensor) -> Tensor:
-        """The layer's input (B, k)."""
         seen: list[Tensor] = []
         layer = self.model.get_submodule(str(self.layer))
         with layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])):

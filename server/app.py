@@ -26,7 +26,7 @@ from fedgauge.server.store.ledger_types import REPEATED, STARTED, Participation,
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
-from fedgauge.server.store.uploads import read_observation
+from fedgauge.server.store.tape_source import read_observation
 from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.client_grading import ClientGrader
@@ -73,7 +73,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     # in a deployment a client may never come back, and the rounds go on with the others
     inner = build_strategy(scenario.strategy, protocol.clients, 1 if ledger.deployed else None)
     if start is not None:
-        checkpoint.restore(inner, start.strategy)
+        vars(inner).update(start.strategy)
     seen: list[Participation] = []
     malicious = _malicious(run, ledger, scenario, inner)
     together = protocol.secure_sum if ledger.deployed else None  # a simulation's is the checked strategy's

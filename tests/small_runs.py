@@ -12,8 +12,8 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.plan_coverage import PlanCoverage
-from fedgauge.server.views.reading import TWO_CLASSES, RunSnapshot
 from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.snapshot import TWO_CLASSES, RunSnapshot
 from fedgauge.server.views.verdict import Verdict, verdict_of
 
 SMALLEST: dict[str, Any] = {

@@ -30,9 +30,10 @@ from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
 from fedgauge.attacks.engine.gradients.recurrent import stepwise
 from fedgauge.attacks.problem import Problem, Unattackable, refuse
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.losses import loss_of
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Params, Update
 
 SAME = 1e-4  # relative difference between two passes up to which they are equal
@@ -97,7 +98,6 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
 
 
 def _inputs(model: nn.Module) -> list[str]:
-    """Return the names of the inputs that a model needs."""
     free = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = inspect.signature(model.forward).parameters.values()
     return [p.name for p in given if p.kind in free and p.default is p.empty]
@@ -199,7 +199,6 @@ class Differentiation:
     note: str = ""
 
     def __call__(self) -> AbstractContextManager[None]:
-        """The context in which the model runs."""
         return twice_differentiable() if self.composed else nullcontext()
 
 

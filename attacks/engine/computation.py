@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
+from fedgauge.client.gradient import without_running_stats
 from fedgauge.client.rng import generator
-from fedgauge.client.training import without_running_stats
 from fedgauge.client.update import Params
 
 SPREAD = 2.0  # made-up values lie between -2 and 2, about as normalised ones do
@@ -64,7 +64,6 @@ class LayerCall:
 
     @property
     def dense(self) -> bool:
-        """True if the layer is fully connected."""
         return not self.settings
 
 
@@ -88,12 +87,10 @@ class InputLayer:
 
     @property
     def name(self) -> str:
-        """The layer's name."""
         return self.call.name
 
     @property
     def dense(self) -> bool:
-        """True if the layer is fully connected over the whole example."""
         return self.call.dense
 
     def read(self, x: Tensor) -> Tensor:
@@ -298,7 +295,6 @@ def activation_between(below: LayerCall, above: LayerCall) -> str:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors are equal up to rounding."""
     return a.shape == b.shape and bool((a - b).norm() <= SAME * b.norm())
 
 

@@ -15,7 +15,6 @@ class Deadline:
         self.end = None if seconds is None else started + seconds
 
     def over(self) -> bool:
-        """Return True once the seconds are spent."""
         return self.end is not None and time.perf_counter() > self.end
 
 

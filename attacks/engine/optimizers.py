@@ -36,11 +36,6 @@ class adam(Checked):
     state_per_variable = 2  # numbers kept for each one that is searched for
 
     def rate_at(self, iteration: int, iterations: int) -> float:
-        """The step size of an iteration.
-
-        >>> [round(adam(0.1, cuts=(0.5,)).rate_at(i, 4), 6) for i in range(4)]
-        [0.1, 0.1, 0.01, 0.01]
-        """
         passed: int = sum(iteration >= cut * iterations for cut in self.cuts)
         return self.rate * 0.1**passed * self.decay**iteration
 
@@ -75,7 +70,6 @@ class lbfgs(Checked):
 
     @property
     def state_per_variable(self) -> int:
-        """Numbers kept for each one that is searched for."""
         return 2 * self.history
 
 
@@ -126,7 +120,6 @@ def minimise(
 
 
 def _step(evaluate: Evaluate, at: Descent, live: Tensor, memory: "_LBFGSHistory", allowed: Tensor) -> None:
-    """One step of each live problem."""
     direction = memory.direction(at.g[live], live)
     slope = (direction * at.g[live]).sum(1)
     uphill = ~(slope < 0)

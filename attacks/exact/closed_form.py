@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fedgauge.attacks import labels as labelling
+from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 
 # reads the only observation of a wave, whose labels, if known, are the only ones; ValueError says why it cannot

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedgauge.attacks import labels as labelling
+from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.distances import likelihood

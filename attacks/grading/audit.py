@@ -81,22 +81,18 @@ class Auditor:
 
     @property
     def federation(self) -> Federation:
-        """The audited federation."""
         return self.source.federation
 
     @cached_property
     def _moved(self) -> Federation:
-        """The federation with its model on the device."""
         return self.federation if self.device == CPU else self.federation.on(self.device)
 
     @property
     def modality(self) -> Modality:
-        """The kind of this federation's data."""
         return self.source.modality
 
     @cached_property
     def grader(self) -> Grader:
-        """Pairs and measures reconstructions of this federation's data."""
         return Grader(self.modality, self.source.auxiliary.x, self.metrics, self.federation.label_kind)
 
     # ------------------------------------------------------------------------------------------ what the attacker knows
@@ -196,7 +192,6 @@ class Auditor:
         return audited
 
     def _threat(self, planned: PlannedAttack, attack: Attack, wave: Wave, members: int) -> tuple[Knowledge, Wave]:
-        """Return the knowledge and the wave on the attack's device."""
         if self.source.blind and planned.is_baseline:
             planned = replace(planned, labels="restored")
         fed = self.federation if attack.on_cpu else self._moved

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.gaussian_prior import class_means
-from fedgauge.attacks.labels import restore
+from fedgauge.attacks.label_restoration import restore
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.update import Batch

@@ -12,7 +12,7 @@ from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import AUGMENTED, Metric
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, came_back, wrong_client
-from fedgauge.client.labels import LabelKind
+from fedgauge.client.label_kinds import LabelKind
 from fedgauge.client.update import Batch
 
 
@@ -34,7 +34,6 @@ class Grader:
 
     @cached_property
     def metrics(self) -> list[Metric]:
-        """The metrics of every reconstruction."""
         metrics = self.modality.metrics(self.gallery)
         return metrics if self.only is None else [metric for metric in metrics if metric.name in self.only]
 

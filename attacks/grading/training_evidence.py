@@ -175,11 +175,9 @@ def over_rounds(found: Found) -> TrainingEvidence:
 
 
 def to_json(found: Found) -> str:
-    """Return the results as JSON."""
     return json.dumps([[*key, asdict(evidence)] for key, evidence in sorted(found.items())])
 
 
 def from_json(text: str) -> dict[tuple[int, int], TrainingEvidence]:
-    """Read the results again."""
     rows: Iterable[tuple[int, int, dict[str, Any]]] = json.loads(text)
     return {(round, client): TrainingEvidence(**fields) for round, client, fields in rows}

@@ -20,7 +20,7 @@ from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.grading.scores import Grader
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.client.labels import ordered
+from fedgauge.client.label_kinds import ordered
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 

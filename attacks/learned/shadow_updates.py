@@ -11,16 +11,16 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from fedgauge.attacks import labels as labelling
+from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import SHARE, free_bytes
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned.auxiliary import auxiliary_of
+from fedgauge.client.gradient import gradient
 from fedgauge.client.models.vision import last_linear, layer_parameters
 from fedgauge.client.pairing import assigned
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient
 from fedgauge.client.update import Batch, Params, Update
 
 FEWEST = 4  # least number of batches in the auxiliary images; one is held out

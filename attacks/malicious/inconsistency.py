@@ -15,7 +15,7 @@ from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.malicious.server_attack import OmittedParameters, ServerAttack, delegated, probe_batch
 from fedgauge.client.chain import Chain
-from fedgauge.client.training import gradient
+from fedgauge.client.gradient import gradient
 from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Params
 

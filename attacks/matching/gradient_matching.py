@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedgauge.attacks import labels as labelling
+from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
 from fedgauge.attacks.engine.compatibility import doubled, parameter_problem
@@ -29,10 +29,7 @@ from fedgauge.client.models.losses import Expected, is_mean, takes_probabilities
 
 @dataclass(frozen=True)
 class GradientMatching(Attack):
-    """The engine: searches for all observations and restarts of a wave together; a recipe is an objective and a search.
-
-    Args:
-    """
+    """The engine: searches for all observations and restarts of a wave together; a recipe is an objective and a search."""
 
     objective: Objective = field(default_factory=Objective)
     search: Search = field(default_factory=AdamSearch)
@@ -62,7 +59,6 @@ class GradientMatching(Attack):
         return found
 
     def with_objective(self, **changes: Any) -> "GradientMatching":
-        """The same search with other fields of the objective."""
         return replace(self, objective=replace(self.objective, **changes))
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
@@ -104,7 +100,6 @@ class GradientMatching(Attack):
         return EveryRestart(images, labels, outcome, problems, time.perf_counter() - started)
 
     def _problems(self, wave: Wave, known: Knowledge, restarts: int, streams: Streams) -> Problems:
-        """The wave's problems; ValueError if they cannot be posed."""
         refuse(parameter_problem(known.model, wave.params))
         like = next(iter(wave.params.values()))
         y = None
@@ -141,7 +136,6 @@ class GradientMatching(Attack):
         )
 
     def _batch_limiter(self, problems: Problems, variables: Variables) -> BatchLimiter:
-        """Limit the problems to the free memory, after the search's state of all of them."""
         x, units = variables["x"], problems.units
 
         def dry(count: int) -> None:
@@ -165,7 +159,6 @@ class EveryRestart:
 
     @cached_property
     def objectives(self) -> Tensor:
-        """(K, R), infinite where a search diverged."""
         found = self.outcome.objectives
         return torch.where(found.isfinite(), found, torch.inf).view(-1, self.problems.restarts)
 

@@ -13,8 +13,8 @@ from fedgauge.attacks.engine.distances import Distance
 from fedgauge.attacks.matching.priors import Prior
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import Checked, NotNegative
+from fedgauge.client.gradient import StochasticLayer, gradient
 from fedgauge.client.pairing import assigned
-from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Params, Update
 
@@ -205,5 +205,4 @@ def averaged(t: Tensor, order: Tensor) -> Tensor:
 
 
 def _apart(t: Tensor, count: int) -> Tensor:
-    """(N, count * B, ...) to (N, count, B, ...)."""
     return t.view(len(t), count, -1, *t.shape[2:])

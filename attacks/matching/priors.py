@@ -150,7 +150,6 @@ def _estimated(known: Knowledge, params: Params, layers: Sequence[nn.Module]) ->
 
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance (C,) of values (B, C, ...)."""
     by_channel = values.transpose(0, 1).flatten(1)
     return by_channel.mean(1), by_channel.var(1, correction=0)
 
@@ -229,7 +228,6 @@ def other_priors(own: Sequence[Prior], known: Knowledge, density: bool) -> dict[
 
 
 def gaussian_by_class(own: Sequence[Prior], weight: float) -> tuple[str, tuple[Prior, ...]]:
-    """A Gaussian prior in place of total variation, in words and with the priors that stay."""
     return f"a Gaussian prior by class at {weight:.3g}", (
         *_without_total_variation(own),
         gaussian(weight, by_class=True),

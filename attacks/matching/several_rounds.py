@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks import labels as labelling
+from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import (
     Budget,
     ClientState,

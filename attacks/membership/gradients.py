@@ -14,8 +14,8 @@ from fedgauge.attacks.engine.gradients.factored import FactoredGradient, formed
 from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import gradients
 from fedgauge.client.chain import Chain
+from fedgauge.client.gradient import StochasticLayer, gradient
 from fedgauge.client.models.losses import is_mean, loss_of
-from fedgauge.client.training import StochasticLayer, gradient
 from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Params, Update
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.membership.gradients import CandidateGradients
-from fedgauge.client.training import StochasticLayer
+from fedgauge.client.gradient import StochasticLayer
 from fedgauge.client.transforms import (
     BatchTransform,
     GroupMean,

@@ -11,7 +11,8 @@ from torch import Tensor
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.modality.image_metrics import Metric
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.components import Table
+from fedgauge.client.data.dataset import Dataset
 
 Mark = Literal["right", "misplaced", "wrong"]
 T = TypeVar("T")
@@ -95,7 +96,6 @@ class MainMetric(Measured):
 
     @property
     def key(self) -> str:
-        """The name of the kind of data in a ledger."""
         return self.stored or self.metric
 
 
@@ -163,6 +163,10 @@ class Modality(ABC):
     def of_batch(self, truth: Tensor, found: Reconstruction) -> dict[str, float]:
         """Metrics of a whole update, by name, from its truth and what was found, in the same order."""
         return {}
+
+    def small_model(self) -> Table:
+        """Return the component table of a small network that reads such examples, to try a client's file with."""
+        return {"use": "mlp", "hidden": [16]}
 
     def condition(self, lengths: str) -> str:
         """Return further knowledge of the examples for the threat-model card; empty if there is none."""

@@ -9,7 +9,7 @@ from fedgauge.attacks.modality.membership import GUESSES, MEMBERSHIP
 from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.client.data.corpora import Text
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.own_arrays import Arrays
 from fedgauge.client.data.tables import Tabular
 
@@ -34,17 +34,20 @@ BASELINES.update(dict.fromkeys(GUESSES, "membership"))
 
 
 def modality_of(dataset: Dataset) -> Modality:
-    """The modality of a dataset: that of the nearest of its types."""
     return next(MODALITIES[kind] for kind in type(dataset).__mro__ if kind in MODALITIES)(dataset)
 
 
 def examples_of(dataset: Dataset) -> str:
-    """Return the name of a dataset's examples, in the plural."""
     return f"{modality_of(dataset).main.private}s"
 
 
+def further_leaks() -> list[str]:
+    """Return the metrics of leaks that are neither reconstructed examples nor membership, as a `Measure` of one's own adds them."""
+    of_examples = {name for modality in MODALITIES.values() for name in modality.measured}
+    return [name for name in MEASURED if name not in of_examples and name not in MEMBERSHIP]
+
+
 def modality_stored(key: str) -> type[Modality] | None:
-    """Return the modality that a ledger names; None if there is none."""
     return next((m for m in MODALITIES.values() if m.main.key == key), None)
 
 

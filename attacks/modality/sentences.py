@@ -11,6 +11,7 @@ from fedgauge.attacks.base import Sentences
 from fedgauge.attacks.modality.base import PERCENT, MainMetric, Mark, Measured, Modality
 from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.attacks.modality.text_metrics import match_sentences, text_metrics
+from fedgauge.client.components import Table
 from fedgauge.client.data.corpora import Text
 
 TEXT_ATTACKS = "fedgauge.text_attacks"  # a group of the registry
@@ -60,11 +61,13 @@ class SentenceModality(Modality):
     def known(self) -> dict[str, Any]:
         return {"text": Sentences()}
 
+    def small_model(self) -> Table:
+        return {"use": "tiny_bert" if self.dataset.task == "classification" else "tiny_gpt2"}
+
     def condition(self, lengths: str) -> str:
         return f"lengths {lengths}"
 
     def words(self, x: Tensor) -> list[str]:
-        """A sentence's tokens, without padding."""
         tokenizer = self.dataset.tokenizer
         return tokenizer.tokens(x[x != tokenizer.pad].tolist())
 

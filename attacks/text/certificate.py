@@ -16,9 +16,9 @@ from fedgauge.attacks.exact.closed_form import EachByItself, Reader
 from fedgauge.attacks.text.layer_inputs import head, layer_inputs, logits_along
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import targets
+from fedgauge.client.gradient import gradient
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.tokenizer import framed
-from fedgauge.client.training import gradient
 from fedgauge.client.update import Batch, Update, norm, relative_error
 
 TOLERANCE = 1e-5  # relative, a hundred roundings of float32; swapping two words of an untrained network gives 6e-4

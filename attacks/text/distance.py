@@ -19,8 +19,8 @@ from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.distances import InnerProducts, signs
 from fedgauge.attacks.text.certificate import Unreadable, language_model
 from fedgauge.attacks.text.ghost_products import ObservedGradients, gradients
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.losses import is_mean
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import UpdateDistribution, is_identity, noise_free
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 

@@ -4,7 +4,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks import labels as labelling
+from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.text.certificate import Unreadable, language_model
 from fedgauge.attacks.text.distance import Matcher

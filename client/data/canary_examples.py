@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.data.images import Dataset, Shards
+from fedgauge.client.data.dataset import Dataset, Shards
 from fedgauge.client.rng import generator
 
 

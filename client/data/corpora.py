@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.grammar import sentences
-from fedgauge.client.data.images import Dataset
 from fedgauge.client.data.table_files import read_table
 from fedgauge.client.data_folder import data_folder
 from fedgauge.client.models.losses import IGNORED

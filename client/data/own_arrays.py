@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.data.corpora import Text, held_out, targets
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.tables import Tabular
 from fedgauge.client.data_folder import read_npz
 from fedgauge.client.models.columns import Column, Columns

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.data.corpora import held_out, numbers
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data_folder import read_npz
 
 SUFFIXES = (".png", ".jpg", ".jpeg")

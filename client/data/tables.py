@@ -17,7 +17,7 @@ from torch import Tensor
 from fedgauge.client.components import coerce, settings_of
 from fedgauge.client.data import census as made_up
 from fedgauge.client.data.corpora import held_out, numbers
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.table_files import EMPTY, read_table
 from fedgauge.client.data_folder import data_folder
 from fedgauge.client.models.columns import MISSING, Column, Columns

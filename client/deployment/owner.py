@@ -24,7 +24,7 @@ from fedgauge.client.components import (
     settings_of,
     with_absolute_paths,
 )
-from fedgauge.client.data.images import Dataset, batch_of
+from fedgauge.client.data.dataset import Dataset, batch_of
 from fedgauge.client.federation import DATASET
 from fedgauge.client.files import read_file
 from fedgauge.client.inspection.policy import InspectionPolicy

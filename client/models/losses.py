@@ -28,7 +28,7 @@ from fedgauge.client.components import (
     own_line,
     resolve,
 )
-from fedgauge.client.labels import Findings, LabelKind, Mask, NoLabel, Numbers, label_kind
+from fedgauge.client.label_kinds import Findings, LabelKind, Mask, NoLabel, Numbers, label_kind
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Loss
 

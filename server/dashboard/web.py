@@ -29,7 +29,7 @@ from fedgauge.server.views.compare import compare
 from fedgauge.server.views.gallery import Gallery, Page
 from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import RunSnapshot, viewed
+from fedgauge.server.views.snapshot import RunSnapshot, viewed
 from fedgauge.server.views.tables import in_json
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

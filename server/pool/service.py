@@ -22,7 +22,7 @@ from fedgauge.server.store.ledger_types import ATTACKED_FROM, Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
 from fedgauge.server.store.tape import TapeError
-from fedgauge.server.store.uploads import TapeSource, UploadMismatch
+from fedgauge.server.store.tape_source import TapeSource, UploadMismatch
 
 NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
 NOT_REPLAYABLE = "no recorded update can be recomputed: a state or altered weights in a secure sum prevent it"
@@ -220,7 +220,6 @@ def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:
 
 
 def _forget(run: Run, ledger: Ledger) -> None:
-    """Delete the updates of every round with all attacks over."""
     for round, clients in ledger.deletable().items():
         run.tape().forget(round, clients)
         ledger.mark_deleted(round)

@@ -19,7 +19,7 @@ from fedgauge.attacks.plan import LIMITS
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, wrong_client
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError
-from fedgauge.client.data.images import Dataset, Shards, batch_of
+from fedgauge.client.data.dataset import Dataset, Shards, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
 from fedgauge.server.pool.update_checks import MOST_UPDATES, doubt
@@ -28,8 +28,8 @@ from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungrad
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, by_weights
+from fedgauge.server.store.tape_source import TapeSource, UploadMismatch
 from fedgauge.server.store.tester_truth import TesterTruth, TruthError
-from fedgauge.server.store.uploads import TapeSource, UploadMismatch
 
 Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)
 CHECKING = 60.0  # seconds after which no further update is checked against its truth
@@ -66,13 +66,14 @@ def grade(
             for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))
         }
         if (jobs or tests) and not any(batch is not None and len(batch.y) for batch in found.values()):
-            raise TruthError(f"{truth} has no examples of any attacked update")
+            raise TruthError(f"{truth.folder} has no examples of any attacked update")
         size = scenario.federation.shards.batch_size
         assumed = {job.id: size * len(scenario.protocol.members(job.client, job.round)) for job in jobs}
         notes = Counter(_grade(run, ledger, grader, job, found, assumed[job.id]) for job in jobs)
         graded = notes.pop("", 0)
         every = len(jobs) - notes.pop(None, 0)
-        words = f"graded {graded} of {every} reconstructions and baselines against the examples handed in with --truth ({truth})"
+        of_all = f"{graded} of {every} reconstructions and baselines"
+        words = f"graded {of_all} against the examples handed in with --truth ({truth.folder})"
         if tests:
             told = retest(source, scenario, tests, found)
             words += f"; {told} of {len(tests)} tests of membership done"
@@ -81,7 +82,7 @@ def grade(
             words += f"; not graded ({sum(notes.values())} of {every}): {why}"
         ledger.describe("grading", {row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
         doubts = _doubts(source, found)
-        ledger.set_meta(grading=words, ungraded=why, truth=truth.to_json(), truth_doubts=doubts)
+        ledger.set_meta(grading=words, ungraded=why, truth=str(truth.folder), truth_doubts=doubts)
     return words
 
 
@@ -90,9 +91,8 @@ def regrade(run: Run, ledger: Ledger, scenario: Scenario) -> None:
     meta = ledger.meta()
     if "truth" not in meta or not (ledger.ungraded() or finished_tests(ledger, untested=True)):
         return
-    truth = TesterTruth.from_json(meta["truth"])
     try:
-        grade(run, ledger, scenario, truth.check(), untested=True)
+        grade(run, ledger, scenario, TesterTruth.named(meta["truth"]), untested=True)
     except (SpecError, OSError) as error:
         why = f"the truth cannot be read any more ({error}): hand it in again with --truth"
         ledger.set_meta(grading=f"what ended since is not graded: {why}", ungraded=why)
@@ -116,7 +116,6 @@ def _doubts(source: TapeSource, found: Found) -> str:
 
 
 def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[int, int]]:
-    """Return the rounds and clients of the examples that these jobs need."""
     for job in jobs:
         for client in (job.client, job.other):
             if client is not None:
@@ -221,7 +220,6 @@ def _names(x: Tensor) -> list[bytes]:
 
 
 def _others(x: Tensor, names: Collection[bytes]) -> Tensor:
-    """Return the examples that have none of the names."""
     return torch.tensor([i for i, name in enumerate(_names(x)) if name not in names], dtype=torch.int64)
 
 

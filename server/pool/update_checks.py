@@ -19,13 +19,13 @@ from fedgauge.attacks.grading.training_evidence import (
 )
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.client.federation import Federation
+from fedgauge.client.gradient import StochasticLayer
 from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.rng import generator
-from fedgauge.client.training import StochasticLayer
 from fedgauge.client.transforms import BatchTransform, StatefulTransform, noise_free
 from fedgauge.client.update import Batch
 from fedgauge.server.store.tape import TapeError
-from fedgauge.server.store.uploads import TapeSource, UploadMismatch
+from fedgauge.server.store.tape_source import TapeSource, UploadMismatch
 
 MOST_CLIENTS = 3  # of a round
 RECORDED = (

@@ -41,8 +41,6 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A wave's results, and how the attack was computed."""
-
     audited: list[AuditResult]
     numerics: Numerics
 

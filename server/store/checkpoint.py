@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
-from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedgauge.client.components import check_arguments
@@ -95,21 +94,11 @@ class Checkpoint:
                 strategy={k: _decoded(v, tensors) for k, v in facts["strategy"].items()},
                 seen=tuple(Participation(**check_arguments(Participation, seen, "seen")) for seen in facts["seen"]),
             )
-        except (
-            TapeError,
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            OverflowError,
-        ) as error:
+        except (TapeError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise NotResumable(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def mark_not_resumable(folder: Path, reason: str) -> None:
-    """Record the reason why a run cannot be resumed."""
     run_files.write(folder / _NAME, json.dumps({"version": VERSION, "refused": reason}).encode())
 
 
@@ -148,11 +137,6 @@ def _why_not(ledger: Ledger, scenario: Scenario, checkpoint: Checkpoint | None, 
     shapes = {k: p.shape for k, p in scenario.federation.model.named_parameters()}
     same = {k: t.shape for k, t in checkpoint.params.items()} == shapes
     return "" if same else "its checkpoint is of another network than its scenario's"
-
-
-def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
-    """Restore the state of a new strategy."""
-    vars(strategy).update(state)
 
 
 # ------------------------------------------------------------------------------------------------ a strategy's state

@@ -1,14 +1,14 @@
 """Values in the ledger: participations, leases, progress, score rows."""
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fedgauge.attacks.modality.registry import BASELINES
-from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.plan import MOST_ATTACKS, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger_connection import LedgerError
@@ -40,20 +40,7 @@ def repeated(meta: Mapping[str, str]) -> int:
     return int(count) if re.fullmatch(r"\d{1,7}", count) else 0
 
 
-def json_table(text: str, path: Path, what: str) -> dict[str, Any]:
-    """Parse the object in a ledger's column of JSON.
-
-    Raises:
-        LedgerError: there is none.
-    """
-    try:
-        found = dict(json.loads(text).items())
-        json.dumps(found, ensure_ascii=False).encode()  # half a pair of code units is no text
-        return found
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise LedgerError(f"{path} is damaged: its {what} cannot be read: {error}") from error
-
-
+@lru_cache(maxsize=MOST_ATTACKS)  # a wave after the first of its attack parses nothing
 def planned_of(text: str, path: Path) -> PlannedAttack:
     """Parse a planned attack of a ledger.
 
@@ -170,8 +157,6 @@ class FinishedTest(FinishedJob):
 
 @dataclass(frozen=True)
 class Progress:
-    """Counts of jobs by state."""
-
     queued: int = 0
     leased: int = 0
     done: int = 0
@@ -179,7 +164,6 @@ class Progress:
 
     @property
     def waiting(self) -> int:
-        """Number of jobs that have not ended."""
         return self.queued + self.leased
 
     @property

@@ -90,7 +90,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return self.folder.name
 
     def scenario(self, settings: Sequence[str] = ()) -> Scenario:
@@ -106,7 +105,6 @@ class Run:
         return None if named is None else Path(named)
 
     def ledger(self, readonly: bool = False) -> Ledger:
-        """Connect to the ledger."""
         ledger = Ledger(self.folder / "ledger.sqlite", readonly=readonly)
         ledger.load_data = self._load_data
         return ledger
@@ -117,7 +115,6 @@ class Run:
         resolve(coerce(data, dict, "[data]"), "[data]", DATASET)
 
     def tape(self) -> Tape:
-        """Return the tape."""
         return Tape(self.folder / "tape")
 
     @property
@@ -126,7 +123,6 @@ class Run:
         return self.folder / "model.safetensors"
 
     def log(self, name: str) -> Path:
-        """Create a log file, to append to."""
         return self._private(f"logs/{name}")
 
     def _private(self, name: str) -> Path:
@@ -149,7 +145,6 @@ class Run:
         return self.folder / folder / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
 
     def write_reconstruction(self, round: int, client: int, attack: str, tensors: dict[str, Tensor]) -> None:
-        """Write an attack's reconstruction."""
         write_tensors(self.reconstruction(round, client, attack), tensors)
 
     def read_reconstruction(self, round: int, client: int, attack: str) -> dict[str, Tensor]:
@@ -165,7 +160,6 @@ class Run:
         return tensors
 
     def write_memory(self, round: int, client: int, attack: str, tensors: Mapping[str, Tensor]) -> str:
-        """Write an attack's memory, and return its digest."""
         return write_tensors(self.memory(round, client, attack), tensors)
 
     def read_memory(self, round: int, client: int, attack: str, digest: str | None = None) -> dict[str, Tensor]:
@@ -177,7 +171,6 @@ class Run:
         return read_tensors(self.memory(round, client, attack), digest)
 
     def sweep(self, round: int) -> None:
-        """Delete the files of the rounds from this one on, which are trained again."""
         for name in ROUNDS:
             sweep(self.folder / name, round)
         for name in run_files.names(self.folder / "tape"):
@@ -237,7 +230,6 @@ class Run:
                 return file.read(11)
 
     def ask_to_end(self, purpose: str, pid: int) -> None:
-        """Ask the process of `holder` to end."""
         with suppress(ProcessLookupError):
             if self.holder(purpose) == pid:
                 os.kill(pid, signal.SIGTERM)

@@ -36,10 +36,10 @@ from fedgauge.client.components import (
 from fedgauge.client.federation import DATASET, Federation
 from fedgauge.client.files import read_file
 from fedgauge.client.inspection.policy import fingerprint
+from fedgauge.client.local_training import LOCAL_TRAININGS
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import Protocol
-from fedgauge.client.training import LOCAL_TRAININGS
 from fedgauge.defenses.accounting import DELTA, Accountant, NoGuarantee
 from fedgauge.server.store.tape import Keep
 
@@ -193,7 +193,6 @@ class Scenario:
 
     @classmethod
     def from_tables(cls, tables: Table, base: Path | None = None) -> "Scenario":
-        """Build from parsed TOML, with every component."""
         if unknown := sorted(tables.keys() - _TOP):
             hint = "; this looks like a sweep: fedgauge sweep" if "defense" in tables else ""
             raise SpecError(f"unknown key {unknown[0]!r} (a scenario has: {', '.join(sorted(_TOP))}){hint}")
@@ -259,7 +258,6 @@ def _server_attacks(tables: Table) -> tuple[TargetedServerAttack, ...]:
 
 
 def _with_architectures(tables: Table, server_attack: Sequence[TargetedServerAttack]) -> Table:
-    """Add the architecture changes of a malicious server."""
     model = tables.get("model")
     if not isinstance(model, Mapping):
         return tables  # the protocol reports this mistake
@@ -278,7 +276,6 @@ def _agreed(malicious: Table, honest: Table) -> Table:
 
 
 def _with_effort(tables: list[Table], options: AuditOptions, federation: Federation) -> list[Table]:
-    """Add the attacks of the effort with new names."""
     if options.effort is None:
         return tables
     named = [attack_name(t) for t in tables]
@@ -417,7 +414,6 @@ def _with_proximal_term(chain: Any, strategy: Table) -> Any:
 
 
 def _shorten(tables: dict[str, Any], rounds: int) -> None:
-    """Set another number of rounds, and remove later rounds from [audit]."""
     tables["rounds"] = rounds
     match tables.get("audit"):
         case {"rounds": list(named)}:

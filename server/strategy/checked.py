@@ -70,8 +70,6 @@ class GuardReport:
 
 @dataclass(frozen=True, eq=False)
 class AcceptedReply:
-    """A reply that passed the check."""
-
     client: int
     update: Update
     examples: int
@@ -318,7 +316,6 @@ class CheckedStrategy(Wrapper):
         return sorted(merged, key=lambda pair: pair[0].client), alone, sent
 
     def _merged(self, group: Passed) -> tuple[AcceptedReply, Message]:
-        """The mean of a group's updates, weighted by examples, as its first client's message."""
         replies, examples = [reply for reply, _ in group], [reply.examples for reply, _ in group]
         buffers = (
             average([dict(reply.buffers) for reply in replies], examples) if all(r.buffers for r in replies) else {}

@@ -129,7 +129,6 @@ class ClientGrader:
         return replies
 
     def _flower_run(self, round: int) -> str:
-        """The number of the Flower run that trained a round."""
         starts = {int(k.removeprefix(STARTED)): v for k, v in self.ledger.meta().items() if k.startswith(STARTED)}
         return starts[max(start for start in starts if start <= round)]
 
@@ -186,7 +185,6 @@ def ungraded_reasons(rows: Sequence[Any]) -> str:
 
 
 def _questions(jobs: Sequence[tuple[Ungraded, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """The questions by client; attacks first, then their baselines, as an owner may answer fewer."""
     questions: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for job, x in sorted(jobs, key=lambda asked: asked[0].attack in BASELINES):
         questions[job.client][job.attack] = x

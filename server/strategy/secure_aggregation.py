@@ -78,7 +78,6 @@ class SecureSumStrategy(Wrapper):
         return self.inner.aggregate_train(server_round, merged)
 
     def _agreed(self, round: int, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-        """The messages of each group that is large enough."""
         assert self.groups is not None
         of = {message.metadata.dst_node_id: message for message in messages}
         for nodes in self.groups(round, list(of)):
@@ -113,13 +112,11 @@ class _Group:
         self.withheld = set[int]()  # nodes whose guards let no update leave
 
     def question(self, node: int) -> Message:
-        """The next question to a member, as a message that names the round like a training message."""
         sent = self.sent[node]
         content = RecordDict({**sent.content.config_records, **to_config_record(self.questions[node])})
         return Message(content, dst_node_id=node, message_type=sent.metadata.message_type)
 
     def training(self, node: int) -> Message:
-        """The training message to a member, with the question added."""
         message = self.sent[node]
         # strategies share one content object among all clients
         message.content = RecordDict({**message.content, **to_config_record(self.questions[node])})

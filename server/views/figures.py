@@ -10,8 +10,8 @@ from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND
 from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import RATES_SHOWN, roc_curves
-from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import Role, attack_order, is_attack, is_limit, role_of
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.success import THRESHOLDS, certified_success, success_curve
 
 LIMIT_NAMES = {
@@ -105,24 +105,18 @@ class Figure:
     interval: str = ""
 
 
-def attack_look(place: int) -> Look:
-    """Return the look of the attack at this place of the plan."""
-    return Look(colour(place), symbol=SYMBOLS[place % len(SYMBOLS)])
-
-
-def colour(place: int) -> str:
-    """Return the colour of the series at this place."""
-    return f"series-{place % COLOURS}"
+def look_at(place: int) -> Look:
+    """Return the look of the attack or run at this place."""
+    return Look(f"series-{place % COLOURS}", symbol=SYMBOLS[place % len(SYMBOLS)])
 
 
 def looks_of(reading: RunSnapshot) -> dict[str, Look]:
-    """Return the look of each name in a run: attacks are coloured, baselines grey and dashed."""
     names = attack_order(reading.ledger, {*reading.scores.attacks, *(row["name"] for row in reading.attacks)})
     attacks, baselines, looks = count(), count(), {}
     for name in names:
         match role_of(name):
             case "attack":
-                looks[name] = attack_look(next(attacks))
+                looks[name] = look_at(next(attacks))
             case "limit":
                 looks[name] = LIMIT
             case "baseline":
@@ -173,7 +167,6 @@ def _leakage(reading: RunSnapshot, metric: str, accuracy: Sequence[Series]) -> F
 
 
 def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
-    """Return the means by round; of an attack also intervals and worst cases."""
     ends = [leak.interval or (None, None) for leak in leaks]
     low, high = zip(*ends, strict=True) if is_attack(name) else ((), ())
     worst = [leak.worst for leak in leaks]
@@ -191,7 +184,6 @@ def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
 
 
 def point_label(leak: Leak) -> str:
-    """Return the label of a point."""
     digits = MEASURED[leak.metric].digits
     mean, shown = number(leak.mean, digits), leak.interval
     if is_limit(leak.attack):
@@ -203,7 +195,6 @@ def point_label(leak: Leak) -> str:
 
 
 def round_axis(rounds: Iterable[float]) -> Axis:
-    """Return the axis of these rounds."""
     last = max(1, *rounds, 1)
     return Axis("round", "round", -0.03 * last, 1.03 * last)
 

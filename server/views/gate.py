@@ -7,14 +7,14 @@ from typing import Literal
 
 from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS
-from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.attacks.modality.registry import MEASURED, further_leaks
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.formatting import number
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import why_not_tested
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of
 from fedgauge.server.views.verdict import Kind, doubts
 
@@ -89,8 +89,9 @@ class GateResult:
 
 def gate_metrics(modality: type[Modality]) -> list[str]:
     """List the metrics of a gate for data of this kind."""
-    own = [*modality.measured, *MEMBERSHIP, EPSILON]
-    return [*own, *(WORST + name for name, measured in modality.measured.items() if not measured.rate)]
+    leaks = further_leaks()
+    own = [*modality.measured, *MEMBERSHIP, *leaks, EPSILON]
+    return [*own, *(WORST + name for name in (*modality.measured, *leaks) if not MEASURED[name].rate)]
 
 
 def check_thresholds(thresholds: Sequence[Threshold], modality: type[Modality]) -> None:
@@ -139,7 +140,8 @@ def gate_of_run(reading: RunSnapshot, thresholds: Sequence[Threshold]) -> list[G
     results = []
     for threshold in thresholds:
         found, metric = _measured(reading, threshold.metric), threshold.metric
-        kind: Kind = "epsilon" if metric == EPSILON else "members" if metric in MEMBERSHIP else "examples"
+        of_examples = metric.removeprefix(WORST) in reading.scores.modality.measured
+        kind: Kind = "epsilon" if metric == EPSILON else "examples" if of_examples else "members"
         if why := doubts(reading, kind):
             why = why if found.value is None else f"a value within the threshold proves nothing: {why}"
             complete = kind == "epsilon" or not reading.plan_coverage.words

@@ -7,12 +7,12 @@ import numpy as np
 
 from fedgauge.attacks.modality.base import MainMetric, Measured
 from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS, RATES
-from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.attacks.modality.registry import MEASURED, further_leaks
 from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.server.views.leakage import Leak, counted_of_all
-from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, role_of
 from fedgauge.server.views.scores import capped
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of, error_in_db, mean_of
 from fedgauge.server.views.tables import Cell, Column, Table
 
@@ -24,7 +24,6 @@ LOST, UNGRADED = Column("lost", "without a value"), Column("ungraded", "not grad
 
 
 def leak_columns(by: Measured, name: str = "") -> list[Column]:
-    """Return the columns of `leak_cells`."""
     named = f" {name}" if name else ""
     return [
         Column.of(by, "mean", f"mean{named}"),
@@ -39,7 +38,6 @@ def leak_cells(leak: Leak | None) -> tuple[Cell, Cell, Cell]:
 
 
 def label_column(metric: str) -> Column:
-    """Return the column of restored labels, by their metric."""
     return Column.of(MEASURED[metric], "labels", MEASURED[metric].label)
 
 
@@ -114,21 +112,23 @@ def _summary_rows(reading: RunSnapshot, by: MainMetric, others: list[str]) -> It
     for attack in reading.order:
         leaks = {m: by_attack[attack] for m, by_attack in pooled.items() if attack in by_attack}
         leak = leaks.get("mse" if attack in ERROR_LIMITS else by.metric)
-        if leak is None or (is_baseline(attack) and not leak.n):
+        further = next((leaks[metric] for metric in further_leaks() if metric in leaks), None)
+        counted = leak or further
+        if counted is None or (is_baseline(attack) and not counted.n):
             continue  # a membership test, or a baseline of an attack without results
         hits, shown = leaks.get("identified"), None if is_limit(attack) else leak
         yield (
             attack,
             role_of(attack),
-            *((None, None) if shown is None else (shown.n, shown.clusters)),
+            *((None, None) if is_limit(attack) else (counted.n, counted.clusters)),
             *leak_cells(shown),
             None if shown is None else shown.median,
             error_in_db(leaks.get("mse")),
             rate_of(hits),
             mean_of(leaks.get(reading.scores.label_kind.metric)),
             *(mean_of(leaks.get(metric)) for metric in others),
-            leak.without_value,
-            leak.ungraded or None,
+            counted.without_value,
+            counted.ungraded or None,
         )
 
 

@@ -11,7 +11,7 @@ from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.views.formatting import shortened
 from fedgauge.server.views.outcomes import failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import other_sizes
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 
 ENDED = {"training": "still trains", "failed": "failed", "interrupted": "was interrupted"}
 
@@ -24,7 +24,6 @@ class Notice(NamedTuple):
 
 
 def notices(reading: RunSnapshot) -> list[Notice]:
-    """Return the notices of a run."""
     return [*_of_training(reading), *_of_attacks(reading)]
 
 

@@ -6,8 +6,8 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import sanitised
 from fedgauge.server.views.formatting import listed
 from fedgauge.server.views.participation import participation
-from fedgauge.server.views.reading import Jobs
 from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.snapshot import Jobs
 
 PRECISIONS = {"ieee": "float32 (IEEE)", "tf32": "TF32 products"}
 MOST_DEVICES = 8  # devices in a sentence

@@ -25,9 +25,9 @@ from fedgauge.server.views.notices import Notice, notices
 from fedgauge.server.views.outcomes import attacked_on, work_words
 from fedgauge.server.views.participation import app_clients_table, participation
 from fedgauge.server.views.privacy import canaries, spent_in
-from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.roles import Role, role_of
 from fedgauge.server.views.server_attacks import server_attack_effects
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import Limits, final_accuracy
 from fedgauge.server.views.tables import Column, Table
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
@@ -51,8 +51,6 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class KnowledgeCard:
-    """Knowledge of one attacker."""
-
     name: str
     kind: Role
     component: str
@@ -105,7 +103,6 @@ class Overview:
 
 
 def overview(reading: RunSnapshot) -> Overview:
-    """Return the overview of a run."""
     judged, ledger, gallery = verdict_of(reading), reading.ledger, Gallery(reading)
     return Overview(
         name=reading.run.name,
@@ -143,7 +140,6 @@ def overview(reading: RunSnapshot) -> Overview:
 
 
 def progress(reading: RunSnapshot) -> RunProgress:
-    """Return the state of training and attacks."""
     jobs, plan = reading.jobs, reading.plan_coverage
     words = work_words(jobs)
     words.insert(1, f"{plan.attacked} of {plan.updates} planned updates attacked")
@@ -152,7 +148,6 @@ def progress(reading: RunSnapshot) -> RunProgress:
 
 
 def limit(reading: RunSnapshot) -> str:
-    """Return the limits on all attacks with their assumptions."""
     errors = reading.pooled("mse") if "mse" in reading.metrics else {}
     drawn = [row for row in reading.attacks if row["name"] in ERROR_LIMITS and row["name"] in errors]
     drawn = [row for row in drawn if errors[row["name"]].n]
@@ -170,7 +165,6 @@ def limit(reading: RunSnapshot) -> str:
 
 
 def _parts(row: Any) -> list[str]:
-    """Return the parts of an attack's threat-model card."""
     return [*row["agreed"].split(SEPARATOR), *filter(None, (row["training"], row["grading"]))]
 
 

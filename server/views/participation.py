@@ -28,7 +28,6 @@ def _or(sizes: Iterable[int]) -> str:
 
 
 def app_clients_table(ledger: Ledger) -> Table:
-    """List the clients of a user's own app; no rows for other runs."""
     nodes, sizes = ledger.nodes(), _reported_sizes(ledger)
     columns = [
         Column("client", "client", "count"),

@@ -39,7 +39,6 @@ class PlanCoverage:
 
     @property
     def attacked(self) -> int:
-        """Number of planned updates that were attacked."""
         return self.updates - sum(self.missed.values())
 
     @property

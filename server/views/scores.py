@@ -12,10 +12,10 @@ from fedgauge.attacks.modality.base import MainMetric, Modality
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import MEMBERSHIP
-from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.attacks.modality.registry import MEASURED, further_leaks
 from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.attacks.score_rows import WHOLE_BATCH
-from fedgauge.client.labels import SCORED, LabelKind
+from fedgauge.client.label_kinds import SCORED, LabelKind
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
 from fedgauge.server.views.roles import is_attack, is_limit
@@ -58,7 +58,6 @@ class Scores:
 
     @classmethod
     def empty(cls) -> "Scores":
-        """Return no rows."""
         ints = np.zeros(0, np.int64)
         return cls(ints, ints, ints, ints, ints, np.zeros(0), ints, (), (), ())
 
@@ -90,11 +89,9 @@ class Scores:
         return len(self.value)
 
     def where(self, chosen: Mask | Ints) -> "Scores":
-        """Return the chosen rows."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in (*NUMBERS, *NAMES)})
 
     def named(self, metric: str) -> Mask:
-        """Mask the rows of a metric, (N,)."""
         return np.isin(self.metric, _code(self.metrics, metric))
 
     def of_metric(self, metric: str) -> "Scores":
@@ -107,9 +104,11 @@ class Scores:
         if left_out.any():
             return self.where(~left_out).of_metric(metric)
         own = self.named(metric)
-        # attacks on examples do not fail at membership, and membership tests not at examples
-        of_members = np.array([name in MEMBERSHIP for name in self.metrics], dtype=bool)[self.metric]
-        missing = np.flatnonzero(np.isnan(self.value) & (of_members == (metric in MEMBERSHIP)))
+        # attacks on examples do not fail at membership, nor membership tests at examples, nor either at another leak
+        leaks = further_leaks()
+        subject = {name: name if name in leaks else name in MEMBERSHIP for name in (*self.metrics, metric)}
+        alike = np.array([subject[name] == subject[metric] for name in self.metrics], dtype=bool)[self.metric]
+        missing = np.flatnonzero(np.isnan(self.value) & alike)
         if not len(missing):
             return self.where(own)
         attempt = self.attempt_keys()
@@ -120,7 +119,6 @@ class Scores:
         return self.where(np.union1d(np.flatnonzero(own), lost))
 
     def of_attack(self, attack: str) -> "Scores":
-        """Return the rows of an attack."""
         return self.where(self.attack == _code(self.attacks, attack))
 
     def comparable(self, metric: str) -> "Scores":
@@ -158,12 +156,10 @@ class Scores:
 
     @property
     def by_limits(self) -> Mask:
-        """Mask of the rows of limits, (N,)."""
         return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if is_limit(a)])
 
     @property
     def by_attacks(self) -> Mask:
-        """Mask of the rows of attacks, (N,)."""
         return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if is_attack(a)])
 
     @property
@@ -187,7 +183,6 @@ class Scores:
         return next((kind for metric, kind in SCORED.items() if metric in self.metrics), LabelKind)
 
     def batch_keys(self) -> Ints:
-        """Key of each row by (round, client), (N,)."""
         return self._pack(self.round, self.client)
 
     def attempt_keys(self) -> Ints:

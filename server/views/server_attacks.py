@@ -7,7 +7,7 @@ import numpy as np
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import in_unit, many
 from fedgauge.server.views.participation import Row, first_alarm
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 
 Key = tuple[int, int]  # round, client
 
@@ -66,7 +66,6 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
 
 
 def _cost(scenario: Scenario, altered: int, seen: int) -> str:
-    """Describe the use of the answers to altered weights."""
     kept = [aimed.targeting.aggregate for aimed in scenario.server_attack]
     fate = "averaged as all are" if all(kept) else "averaged in part" if any(kept) else "left out of the average"
     return f"answers to altered weights ({many(altered, 'update')} of {seen}) were {fate}"

@@ -11,9 +11,9 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.client.chain import Chain
 from fedgauge.defenses.accounting import Mechanism, NoGuarantee, mechanism
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.reading import RunSnapshot, viewed
 from fedgauge.server.views.roles import is_baseline, is_limit
 from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.snapshot import RunSnapshot, viewed
 
 THRESHOLDS = tuple(range(10, 61))  # dB
 

@@ -38,7 +38,6 @@ class Column:
         return cls(key, named, form, digits, by.fraction, not by.higher_is_better)
 
     def written(self, cell: Cell) -> str:
-        """Write a cell as text."""
         if cell is None or cell == "":
             return NONE
         if isinstance(cell, tuple):
@@ -65,19 +64,21 @@ class Table:
         used = [i for i in range(len(columns)) if not lines or any(row[i] not in (None, "") for row in lines)]
         return cls(caption, [columns[i] for i in used], [[row[i] for i in used] for row in lines])
 
+    @classmethod
+    def texts(cls, caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
+        """Make a table of texts."""
+        return cls(caption, [Column(head, head) for head in heads], rows)
+
     def only(self, *keys: str) -> "Table":
-        """Select columns by key."""
         places = [i for key in keys for i, column in enumerate(self.columns) if column.key == key]
         return Table(self.caption, [self.columns[i] for i in places], [[row[i] for i in places] for row in self.rows])
 
     @property
     def records(self) -> list[Mapping[str, Cell]]:
-        """Rows by the columns' keys."""
         return [dict(zip((column.key for column in self.columns), row, strict=True)) for row in self.rows]
 
     @property
     def written(self) -> list[list[str]]:
-        """Rows as text."""
         return [[c.written(cell) for c, cell in zip(self.columns, row, strict=True)] for row in self.rows]
 
 

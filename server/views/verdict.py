@@ -9,17 +9,18 @@ import numpy as np
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.membership import MEMBER
-from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.attacks.modality.registry import MEASURED, further_leaks
 from fedgauge.attacks.score_rows import WHOLE_BATCH
-from fedgauge.client.labels import LabelKind
+from fedgauge.client.label_kinds import LabelKind
 from fedgauge.server.views.formatting import counted_words, decibel, in_unit, many, number, percent
 from fedgauge.server.views.intervals import LUCK, Ints, Rate, guessed_labels, luck_bound, luck_of_hits
 from fedgauge.server.views.membership import MembershipResult, Word, members_sentences, membership_results
 from fedgauge.server.views.outcomes import failure
-from fedgauge.server.views.reading import RunSnapshot, State, viewed
 from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
-from fedgauge.server.views.strength import Limits, PairedDifference, paired, rivals_of, values_of
+from fedgauge.server.views.snapshot import RunSnapshot, State, viewed
+from fedgauge.server.views.strength import Limits, PairedDifference, best_of, paired, rivals_of, values_of
+from fedgauge.server.views.tables import Column
 
 Kind = Literal["examples", "members", "epsilon"]
 UNFINISHED: Mapping[State, str] = {  # of a run none of whose attacks waits or has failed
@@ -114,7 +115,6 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """All sentences in one text."""
         return " ".join(self.sentences)
 
 
@@ -176,12 +176,22 @@ def verdict_of(reading: RunSnapshot) -> Verdict:
         word = "leaks"
     elif words == {"not shown to leak"} and any(result.metric == MEMBER for result in members):
         word = "not shown to leak"
-    sentences = (*examples.sentences, *members_sentences(members, reading.ledger))
+    sentences = (*examples.sentences, *members_sentences(members, reading.ledger), *leak_sentences(reading))
     return Verdict(word, sentences, examples.strongest, tuple(members), examples.word)
 
 
+def leak_sentences(reading: RunSnapshot) -> list[str]:
+    """Return a sentence for each leak of a user's own; without a baseline none says whether it is more than luck."""
+    sentences = []
+    for metric in further_leaks():
+        if leak := best_of(reading.pooled(metric).values(), "attack"):
+            column = Column.of(MEASURED[metric], "mean", MEASURED[metric].label)
+            within = f" (95 % interval {column.written(leak.interval)})" if leak.interval else ""
+            sentences.append(f"{column.head}: {column.written(leak.mean)}{within} by {leak.attack}, n = {leak.n}.")
+    return sentences
+
+
 def _of_examples(reading: RunSnapshot) -> Verdict:
-    """Return the verdict on reconstruction; restored labels are a leak whatever the examples."""
     scores, jobs, compared = reading.scores, reading.jobs, excesses(reading.scores)
     by, labels = scores.measure, restored_labels(reading)
     subject = f"So far ({jobs.words}), the clients'" if jobs.left else "The clients'"
@@ -291,7 +301,6 @@ def _restored_by(attack: str, known: Scores, reading: RunSnapshot, attacks: int)
 
 
 def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
-    """Return the number of examples in the batch of each row."""
     each = scores.of_metric(scores.measure.metric)
     each = each.where(each.example != WHOLE_BATCH)
     batches, counts = np.unique(each.batch_keys(), return_counts=True)

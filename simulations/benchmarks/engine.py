@@ -20,9 +20,9 @@ from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.matching.search import AdamSearch, Step
 from fedgauge.client.chain import chain
 from fedgauge.client.data.images import mnist5k
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet, resnet20
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.simulations.benchmarks.published import invert
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved, one_thread

@@ -16,11 +16,11 @@ from fedgauge.attacks.engine.compatibility import (
 )
 from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.threat_model import public_knowledge
-from fedgauge.client.data.images import batch_of
+from fedgauge.client.data.dataset import batch_of
 from fedgauge.client.federation import Federation
+from fedgauge.client.gradient import without_running_stats
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy
-from fedgauge.client.training import without_running_stats
 from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt
 
 TRIED = 4  # examples on which a network is tried

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import describe
 from fedgauge.attacks.problem import Problem
 from fedgauge.client.components import SpecError
-from fedgauge.client.data.corpora import Text
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
@@ -55,9 +55,7 @@ def check_owner(owner: OwnerConfig) -> list[CheckResult]:
 
 
 def _small_terms(owner: OwnerConfig) -> ServerTerms:
-    models = {"classification": {"use": "tiny_bert"}, "next_token": {"use": "tiny_gpt2"}}
-    mlp = {"use": "mlp", "hidden": [16]}
-    model = models[owner.dataset.task] if isinstance(owner.dataset, Text) else mlp
+    model = modality_of(owner.dataset).small_model()
     return ServerTerms(seed=0, rounds=1, clients=owner.client + 1, model=model, canaries=int(owner.canary))
 
 

@@ -17,7 +17,7 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError
-from fedgauge.client.data.images import Dataset, batch_of
+from fedgauge.client.data.dataset import Dataset, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.server.pool.service import attack_devices
@@ -143,7 +143,6 @@ def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
 
 
 def describe_data(data: Dataset) -> str:
-    """Describe the examples: their number, shape and classes."""
     modality, shape = modality_of(data), " x ".join(map(str, data.shape))
     what = f"{modality.main.private}s of {shape} {modality.parts}"
     if data.y.is_floating_point():

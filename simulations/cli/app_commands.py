@@ -18,7 +18,6 @@ from fedgauge.simulations.run.exit_status import INAPPLICABLE
 
 
 def add_to(commands: Commands) -> None:
-    """Register the command."""
     command = commands.add(app, with_run=False)
     path(command, "folder", "DIR", "the app's folder, with its pyproject.toml")
     command.add_argument("--rounds", type=positive, default=2, metavar="N", help="of training (default: 2)")
@@ -31,7 +30,6 @@ def add_to(commands: Commands) -> None:
 
 
 def app(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge app DIR`."""
     from fedgauge.simulations.cli.main import main
     from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
     from fedgauge.simulations.rehearsal.flower_app import importing
@@ -67,7 +65,7 @@ def app(options: argparse.Namespace) -> int:
     console.print(f"fedgauge audit {shlex.quote(str(run.folder))} --retry all {allow}")
     if thresholds:
         from fedgauge.server.views.gate import gate_of_run
-        from fedgauge.server.views.reading import read_once
+        from fedgauge.server.views.snapshot import read_once
 
         with read_once(run) as reading:
             return conclude_gate(options, gate_of_run(reading, thresholds), run.folder) or status

@@ -16,7 +16,7 @@ def add_to(commands: Commands) -> None:
     for command, default in ((grid, 2), (table, 1)):
         text = f"cells at a time, one core each (default: {default})"
         command.add_argument("--jobs", "--parallel", type=positive, metavar="N", default=default, help=text)
-    table.add_argument("name", metavar="NAME", help="a published table: a file's name in simulations/papers; or suite")
+    table.add_argument("name", metavar="NAME", help="a published table, suite, or your own file: NAME.toml")
     table.add_argument("--level", choices=("small", "full"), help="of the suite (default: small)")
     text = "also attack every chosen cell with this, on the cell's terms (repeatable)"
     several(table, "--attack", "'NAME KEY=VALUE ...'", text)

@@ -3,22 +3,21 @@
 import argparse
 import time
 
-from rich.table import Table
-
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.reading import read_once, run_line, tables_of
+from fedgauge.server.views.snapshot import read_once, run_line, tables_of
+from fedgauge.server.views.tables import Table
 from fedgauge.simulations.cli.finding_runs import all_runs, find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, days, path, tell
 from fedgauge.simulations.cli.run_summary import wide_console
+from fedgauge.simulations.reports.terminal import rich_table
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 
 def add_to(commands: Commands) -> None:
-    """Register these commands."""
     commands.add(runs, with_run=False)
     text = "for attacks in flight (default: 120)"
     commands.add(stop).add_argument("--patience", type=float, default=120.0, metavar="SECONDS", help=text)
@@ -28,25 +27,23 @@ def add_to(commands: Commands) -> None:
 
 
 def runs(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge runs`."""
-    table = Table("run", "state", "rounds", "chain", "attacks", "attacks done", "best", box=None)
-    found = all_runs(options.runs)
-    for run in found:
+    rows = []
+    for run in all_runs(options.runs):
         try:
             columns = _columns(run)
         except (LedgerError, OSError) as error:
-            columns = ["unreadable"]
+            columns = ["unreadable", *[""] * 5]
             tell(error)
-        table.add_row(*map(printable, (run.folder.name, *columns)))
-    if found:
-        wide_console().print(table)
+        rows.append([run.folder.name, *columns])
+    if rows:
+        heads = ("run", "state", "rounds", "chain", "attacks", "attacks done", "best")
+        wide_console().print(rich_table(Table.texts("", heads, rows)))
     else:
         tell(f"no runs in {options.runs}; {NO_RUNS}")
     return 0
 
 
 def _columns(run: Run) -> list[str]:
-    """Return the columns of a run after its name."""
     line = run_line(run)
     done = f"{line.done}/{line.total}" + (" so far" if line.state == "training" else "")
     done += f", {line.failed} failed" if line.failed else ""
@@ -55,7 +52,6 @@ def _columns(run: Run) -> list[str]:
 
 
 def stop(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge stop RUN`."""
     run = find_run(options.run, options.runs)
     holders = {purpose: pid for purpose in ("training", "audit") if (pid := run.holder(purpose)) is not None}
     if not holders:
@@ -75,7 +71,6 @@ def stop(options: argparse.Namespace) -> int:
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge prune [RUN ...]`."""
     from fedgauge.simulations.run.retention import prune as delete
 
     status, named = 0, [run for name in options.run for run in find_runs(name, options.runs)]

@@ -14,9 +14,9 @@ from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on
 from fedgauge.server.views.participation import guarded, participation
 from fedgauge.server.views.privacy import canaries
-from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
-from fedgauge.server.views.verdict import ungraded_reason, verdict_of
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
+from fedgauge.server.views.verdict import leak_sentences, ungraded_reason, verdict_of
 from fedgauge.simulations.cli.options import tell
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.view import finish
@@ -50,7 +50,6 @@ def wide_console() -> Console:
 
 
 def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
-    """Print the table of scores, what is known of them, and the notices."""
     console = wide_console()
     ledger, meta = reading.ledger, reading.meta
     table = rounds_table(reading).only(*SHOWN)
@@ -61,7 +60,7 @@ def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
     if reading.scores.left_ungraded and (reason := ungraded_reason(reading)):
         _print_line(console, f"reconstructions without a grade, which the report shows: {reason}")
     if ledger.attacks() and table.rows:
-        for text in members_sentences(verdict_of(reading).members, ledger):
+        for text in (*members_sentences(verdict_of(reading).members, ledger), *leak_sentences(reading)):
             _print_line(console, text)
     if meta.get("replay") == "ok":
         _print_line(console, f"replay check: {meta['replay_detail']}")

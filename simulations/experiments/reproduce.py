@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fedgauge.server.views.formatting import number
 from fedgauge.simulations.experiments.measures import AttackOutcome, ComparedFigure
 from fedgauge.simulations.experiments.paper_tables import PaperTable, Setting
 from fedgauge.simulations.experiments.results import ResultsFile, figures_table, head_of, print_table
@@ -29,7 +30,8 @@ def reproduce_table(paper_table: PaperTable, output: Path | None, jobs: int) -> 
             if file is not None:  # after every attack: an interruption loses no more than those at work
                 file.write(rows)
             done = len({(row.cell, row.attack) for row in rows})
-            console.print(f"{done} of {total}: {found[0].cell}, {found[0].attack}", soft_wrap=True)
+            figures = ", ".join(f"{row.metric} {number(row.here, None)}" for row in found)
+            console.print(f"{done} of {total}: {found[0].cell}, {found[0].attack}: {figures}", soft_wrap=True)
     order = [cell.name for cell in paper_table.cells]
     print_table(figures_table(sorted(rows, key=lambda row: order.index(row.cell)), paper_table.title))
     print(paper_table.note)

@@ -17,7 +17,7 @@ from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.files import read_file, replacing
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import finite
-from fedgauge.server.views.tables import Column, Table
+from fedgauge.server.views.tables import Table
 from fedgauge.simulations.experiments.measures import ComparedFigure
 from fedgauge.simulations.experiments.paper_table_files import PAPERS
 from fedgauge.simulations.experiments.paper_tables import PaperTable
@@ -134,11 +134,6 @@ def markdown(table: Table, right: Collection[str] = ()) -> str:
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in (heads, below, *table.rows))
 
 
-def texts(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of texts."""
-    return Table(caption, [Column(head, head) for head in heads], rows)
-
-
 # ------------------------------------------------------------------------------------------------------ papers' figures
 
 HEADS = ("setting", "attack", "metric", "reference", "here", "95 % interval", "n", "baseline", "budget", "remarks")
@@ -149,7 +144,7 @@ def figures_table(rows: list[ComparedFigure], caption: str = "") -> Table:
     """Return our figures with the paper's as a table."""
     lines = [_texts(row) for row in rows]
     shown = [i for i, h in enumerate(HEADS) if h not in OPTIONAL or any(line[i] not in ("", "-") for line in lines)]
-    return texts(caption, [HEADS[i] for i in shown], [[line[i] for i in shown] for line in lines])
+    return Table.texts(caption, [HEADS[i] for i in shown], [[line[i] for i in shown] for line in lines])
 
 
 def _texts(row: ComparedFigure) -> list[str]:
@@ -185,7 +180,7 @@ def compared(files: Mapping[str, Mapping[str, Any]]) -> Table:
         floor = next((row.floor for row in by_file.values() if row.floor is not None), None)
         lines.append([*key, *(_compared(by_file.get(name)) for name in files), _number(floor)])
     caption = "\n".join(f"{name}: {_computed_with(kept)}" for name, kept in files.items())
-    return texts(caption, ["setting", "attack", "metric", *files, "baseline"], lines)
+    return Table.texts(caption, ["setting", "attack", "metric", *files, "baseline"], lines)
 
 
 def _compared(row: ComparedFigure | None) -> str:

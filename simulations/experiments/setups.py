@@ -18,14 +18,14 @@ from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import SpecError, build
-from fedgauge.client.data.images import Dataset, Shards, batch_of
+from fedgauge.client.data.dataset import Dataset, Shards, batch_of
 from fedgauge.client.data_folder import data_folder
 from fedgauge.client.federation import DATASET, Federation
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.protocol import Protocol, SecureSumOptions
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import UpdateTransform, per_example
 from fedgauge.client.update import Batch, UpdateFn, average, norm
 from fedgauge.simulations.experiments.measures import metric_of
@@ -99,7 +99,7 @@ def build_setup(cell: Setting, seed: int) -> Setup:
     # attacks of one setting share their starts, so that luck of the draw does not separate them
     auditor = Auditor(FederationSource(fed), seed, metrics=metrics, purpose=("attack",), labels_in_order=True)
     # every client has equally many images
-    turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)
+    turns = max(c for c in range(1, cell.clients + 1) if cell.n % c == 0)
     return Setup(auditor, clients.observed(), note, turns, isolated)
 
 

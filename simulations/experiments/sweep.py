@@ -17,6 +17,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.formatting import number
 from fedgauge.server.views.outcomes import failure
 from fedgauge.simulations.checks.attack_trial import PATIENCE
 from fedgauge.simulations.checks.scenario_check import try_first
@@ -116,10 +117,15 @@ def sweep_of_file(path: Path, folder: Path, jobs: int) -> int:
 
     sweep, console = Sweep.load(path), Console(stderr=True, markup=False, highlight=False)
     file, rows, interrupted = results_of(sweep, folder), list[SweepRow](), False
+    done: set[str] | None = None
     try_cells([cell for cell in sweep.cells if not (folder / cell.folder).exists()], console)
     try:
         for rows in run_sweep(sweep, file, jobs):
-            console.print(f"{len({row.run for row in rows})} of {len(sweep.cells)} cells are done")
+            for row in (row for row in rows if done is not None and row.run not in done):
+                reached = row.reason if row.mean is None else f"{row.metric} {number(row.mean, None)}"
+                console.print(f"{row.defense}, {row.attack}, seed {row.seed}: {reached}", soft_wrap=True)
+            done = {row.run for row in rows}
+            console.print(f"{len(done)} of {len(sweep.cells)} cells are done")
     except KeyboardInterrupt:
         interrupted = True
     if rows:

@@ -1,17 +1,14 @@
 """A sweep file: defenses, attacks and seeds, checked and expanded into one scenario for each defense and seed."""
 
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, Table, coerce
-from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.roles import is_attack
-from fedgauge.simulations.experiments.grid import Cell, expand, layered
+from fedgauge.simulations.experiments.grid import Cell, expand, layered, read
 
 # keys of a [[defense]]; MERGED are scenario tables, merged into those of [scenario]
 MERGED = ("data", "model", "strategy", "secure_sum", "audit", "privacy")
@@ -49,16 +46,15 @@ class Sweep:
     @classmethod
     def load(cls, path: Path) -> "Sweep":
         """Read and check a file; SpecError names the file, the table, the value and what is allowed."""
-        try:
-            return cls(path.stem, tuple(_cells(toml_text.parse(read_file(path, toml_text.MOST)))))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
-            raise SpecError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        return read(path, lambda tables: cls(path.stem, tuple(_cells(tables))))
 
 
 def _cells(tables: Table) -> list[SweepCell]:
     shared = coerce(tables.get("scenario", {}), dict, "[scenario]")
     if varied := [key for key in ("chain", "attack", "seed") if key in shared]:
         raise SpecError(f"[scenario]: {varied[0]} is what the sweep varies; set it in [[defense]], [[attack]] or seeds")
+    if "axes" in tables:
+        raise SpecError("axes: a sweep varies [[defense]] and seeds; leave it out")
     seeds = coerce(tables.get("seeds", [0]), Sequence[int], "seeds")
     if not (tables.get("defense") and tables.get("attack") and seeds):
         raise SpecError("a sweep needs at least one [[defense]], one [[attack]] and one seed")

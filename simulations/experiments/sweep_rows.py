@@ -10,7 +10,7 @@ from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import MEMBER, QUESTIONS
-from fedgauge.attacks.modality.registry import MEASURED, modality_measured
+from fedgauge.attacks.modality.registry import MEASURED, further_leaks, modality_measured
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
@@ -19,12 +19,12 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.formatting import is_exact, number, percent, rounded
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.roles import is_attack
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
 from fedgauge.server.views.tables import Table
 from fedgauge.simulations.checks.check_result import sentence
-from fedgauge.simulations.experiments.results import markdown, texts
+from fedgauge.simulations.experiments.results import markdown
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 
 
@@ -149,19 +149,21 @@ def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
 
     The strongest attack has the highest mean leakage over the seeds. In brackets: the interval of a single seed, or the range of
     several means. Membership: the strongest test's area under the ROC curve, and the members detected at 1 % false positives.
+    Other leaks have a column by their metric, with the strongest result.
     Limit, bound and gap are PSNRs of mean squared errors; the gap is between the limit and the attack with the least error.
     """
     by = modality_measured([row.metric for row in found]).main
     asked = {q: words.where for q, words in QUESTIONS.items() if q == MEMBER or any(r.metric == q for r in found)}
+    leaks = [leak for leak in further_leaks() if any(r.metric == leak for r in found)]
     compared = any(r.gap is not None or r.bound is not None for r in found)
     heads = ["defense", "strongest attack", f"{by.name}, {by.unit} (interval)", "baseline", "limit"]
-    heads += [*(["bound", "gap"] if compared else []), *asked.values(), "epsilon", "accuracy", "cost"]
+    heads += [*(["bound", "gap"] if compared else []), *asked.values(), *leaks, "epsilon", "accuracy", "cost"]
     names = list(dict.fromkeys(row.defense for row in found))
     first = _over_seeds([row for row in found if row.defense == [*defenses, *names][0]], "accuracy")
     lines = []
     for name in names:
         every = [row for row in found if row.defense == name]
-        own = [row for row in every if row.metric not in QUESTIONS]
+        own = [row for row in every if row.metric == by.metric]
         accuracy = _over_seeds(every, "accuracy")
         cost = None if accuracy is None or first is None else 100 * (first - accuracy)
         lines.append(
@@ -176,18 +178,19 @@ def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
                     else []
                 ),
                 *(_detected([row for row in every if row.metric == question]) for question in asked),
+                *(_leaked([row for row in every if row.metric == leak], leak) for leak in leaks),
                 _epsilon([r.epsilon for r in every]),
                 percent(accuracy, space=" "),
                 number(cost, 0),
             ]
         )
-    return texts("", heads, lines)
+    return Table.texts("", heads, lines)
 
 
 def summary_as_markdown(found: Sequence[SweepRow], defenses: Sequence[str]) -> str:
     """The summary; all columns but those of text and of membership are to the right."""
     table = summary(found, defenses)
-    worded = {"defense", "strongest attack", *(words.where for words in QUESTIONS.values())}
+    worded = {"defense", "strongest attack", *(words.where for words in QUESTIONS.values()), *further_leaks()}
     heads = [column.head for column in table.columns]
     return markdown(table, [head for head in heads if head not in worded and "(interval)" not in head])
 
@@ -222,6 +225,13 @@ def _detected(tests: Sequence[SweepRow]) -> str:
         return "no test gave a number" if tests else "not tested"
     detected = _means(tests, "detected").get(best)
     return number(areas[best], 2) + ("" if detected is None else f"; {percent(detected, space=' ')} detected")
+
+
+def _leaked(own: Sequence[SweepRow], metric: str) -> str:
+    """Return the strongest result in the metric of another leak as text."""
+    means = _means(own, "mean")
+    best = MEASURED[metric].leakiest(sorted(means), means.__getitem__)
+    return "–" if best is None else f"{number(means[best], MEASURED[metric].digits)} by `{best}`"
 
 
 def _over_seeds(own: Sequence[SweepRow], column: str) -> float | None:

@@ -22,7 +22,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.uploads import names_of
+from fedgauge.server.store.tape_source import names_of
 from fedgauge.simulations.rehearsal.examples import Form
 from fedgauge.simulations.rehearsal.losses import Target, target_of
 from fedgauge.simulations.rehearsal.observer import OF_CLASSES

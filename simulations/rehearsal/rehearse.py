@@ -28,7 +28,7 @@ from fedgauge.client.update import Batch, Update
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.uploads import UploadMismatch, names_of, read_observation, replies_of
+from fedgauge.server.store.tape_source import UploadMismatch, names_of, read_observation, replies_of
 from fedgauge.simulations.rehearsal.draft import (
     LIBRARIES,
     Draft,

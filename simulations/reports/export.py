@@ -44,7 +44,6 @@ def write_csv(run: Run, out: TextIO) -> None:
 
 
 def save_csv(run: Run, path: Path) -> None:
-    """Write a CSV file."""
     with writing(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
         write_csv(run, text)

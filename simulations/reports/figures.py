@@ -28,8 +28,8 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import figures as views
 from fedgauge.server.views.compare import named_readings, utility_figure
 from fedgauge.server.views.gallery import Gallery, sampled
-from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.roles import is_baseline
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 
 WIDTH, HEIGHT = 3.3, 2.1  # inches: a column of most two-column papers; axes with their labels
 LETTERS = 30  # of an axis' label in a line
@@ -130,7 +130,6 @@ def _knowledge(reading: RunSnapshot) -> str:
 
 
 def draw(spec: views.Figure) -> Figure:
-    """Draw lines and points with their intervals and worst cases."""
     figure = Figure((WIDTH, HEIGHT), layout="constrained")
     axes = figure.subplots()
     right = axes.twinx() if spec.right else None

@@ -28,7 +28,6 @@ def gate_status(results: Sequence[GateResult]) -> int:
 
 
 def gate_lines(results: Sequence[GateResult]) -> list[str]:
-    """Write one line for each threshold."""
     return [printable(f"gate: {r.outcome}: fails if {r.threshold}; {r}") for r in results]
 
 

@@ -8,7 +8,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.formatting import scenario_line
 from fedgauge.server.views.leak_tables import summary_table
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.snapshot import read_once
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.reports.report import fill_template, write_report
 

@@ -18,7 +18,7 @@ from fedgauge.server.views.formatting import many, number, percent
 from fedgauge.server.views.gallery import Gallery, Page, sample_of
 from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import RunSnapshot, read_once
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.tables import in_json
 
 

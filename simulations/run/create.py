@@ -25,7 +25,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC, OWN
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.uploads import REPLIES, Replies, replies_of
+from fedgauge.server.store.tape_source import REPLIES, Replies, replies_of
 from fedgauge.simulations.run.environment import environment, package
 
 DECISIVE = ("fedgauge", "torch", "numpy", "flwr")  # versions of these packages change the trained bits
@@ -106,7 +106,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         NotResumable: the run is complete, has the other mode, was trained by another version, or its checkpoint is unusable.
         RunBusy: a process still trains it.
     """
-    from fedgauge.server.store.checkpoint import restore, starting_point
+    from fedgauge.server.store.checkpoint import starting_point
     from fedgauge.server.strategy.build import build_strategy  # imports Flower, which an audit does not need
 
     if (server := run.holder("server")) is not None:
@@ -126,7 +126,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         start = starting_point(run, ledger, scenario)
         if start is not None:  # tried here, where it is refused in a sentence
             least = 1 if ledger.deployed else None  # as the server builds it
-            restore(build_strategy(scenario.strategy, scenario.protocol.clients, least), start.strategy)
+            build_strategy(scenario.strategy, scenario.protocol.clients, least)
     return scenario
 
 

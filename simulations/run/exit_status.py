@@ -5,7 +5,7 @@ from collections.abc import Collection
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.outcomes import failure, inapplicable, none_accepted
 from fedgauge.server.views.plan_coverage import plan_coverage
-from fedgauge.server.views.reading import state_of, tables_of
+from fedgauge.server.views.snapshot import state_of, tables_of
 
 FAILED, MISTAKE, INAPPLICABLE, INCOMPLETE = 1, 2, 3, 4
 INTERRUPTED = 130  # asked to stop, by the shells' convention

@@ -50,7 +50,6 @@ class OwnProcess:
         self._child = processes.start(command, run.log(log), env, self.scratch, at_our_death)
 
     def status(self) -> int | None:
-        """Its exit status, or None while it works."""
         return self._child.poll()
 
     def park(self) -> None:
@@ -98,7 +97,6 @@ class TrainingProcess(OwnProcess):
 
 
 def with_ends(what: str, log: Path) -> str:
-    """Return a message: what went wrong, and the end of a log."""
     lines = _end(log).decode(errors="replace").strip().splitlines()
     return "\n".join([what, f"--- the end of {log}:", *lines[-12:]] if lines else [what])
 

@@ -18,9 +18,10 @@ from fedgauge.attacks.gaussian_prior import ClassPrior, GaussianPrior, class_pri
 from fedgauge.attacks.grading.baselines import class_mean_image, mean_image, random_image
 from fedgauge.attacks.limits import bayes_limit, observed
 from fedgauge.client.chain import chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian, laplace

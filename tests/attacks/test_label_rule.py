@@ -14,8 +14,8 @@ from torch import Tensor
 from fedgauge.attacks import label_rule as rules
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.simulator import Simulator
+from fedgauge.attacks.label_restoration import auto, restore
 from fedgauge.attacks.label_rule import likeliest_counts
-from fedgauge.attacks.labels import auto, restore
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol

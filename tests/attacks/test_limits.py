@@ -24,9 +24,10 @@ from fedgauge.attacks.limits import (
     trace_bound,
 )
 from fedgauge.client.chain import chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import UpdateDistribution, per_example
 from fedgauge.client.update import Batch, Params, Update
 from fedgauge.defenses.clip import clip

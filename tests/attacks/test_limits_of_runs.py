@@ -24,9 +24,10 @@ from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.federation import Federation
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import UpdateDistribution, per_example
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip

@@ -21,7 +21,7 @@ from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.data.own_arrays import arrays
 from fedgauge.client.federation import Federation
-from fedgauge.client.labels import Mask
+from fedgauge.client.label_kinds import Mask
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.views.gallery import picture
 from fedgauge.simulations.checks.network_check import check_network

@@ -8,7 +8,8 @@ from torch import Generator, Tensor, nn
 from torch.func import vmap
 
 from fedgauge.client.chain import chain
-from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.transforms import UpdateTransform, per_example
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn
 from fedgauge.defenses.clip import clip

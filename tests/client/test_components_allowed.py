@@ -25,7 +25,8 @@ from os import getcwd
 from pathlib import Path
 import torch
 from torch import nn
-from fedgauge.client.data.images import Dataset, mnist5k
+from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.data.images import mnist5k
 from fedgauge.client.models.vision import mlp
 
 def small(shape, classes, hidden=3):

@@ -10,9 +10,10 @@ from safetensors.torch import save_file
 from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.federation import Federation
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian

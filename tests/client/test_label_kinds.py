@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.labels import restore
+from fedgauge.attacks.label_restoration import restore
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.solved_labels import NotRestored
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError, allowing
-from fedgauge.client.data.images import Dataset, mnist5k
+from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.data.images import mnist5k
 from fedgauge.client.federation import Federation
-from fedgauge.client.labels import Findings, LabelKind, NoLabel, Numbers
+from fedgauge.client.label_kinds import Findings, LabelKind, NoLabel, Numbers
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Batch
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
-from fedgauge.client.local_training import LocalTraining, local_training
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import LocalTraining, local_sgd, local_training
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.accounting import NoGuarantee, mechanism

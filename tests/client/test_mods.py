@@ -18,8 +18,8 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import Generator, Tensor
 
 from fedgauge.client.chain import chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.mods import Mod, as_mod
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import Link, UpdateTransform, per_example
 from fedgauge.client.update import Update, UpdateFn
 from fedgauge.defenses.clip import clip

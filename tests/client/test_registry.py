@@ -117,7 +117,8 @@ PLUG_IN = """
 from dataclasses import dataclass
 import torch
 from fedgauge.attacks.base import Attack
-from fedgauge.client.data.images import Dataset, mnist5k
+from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.data.images import mnist5k
 from fedgauge.client.transforms import UpdateTransform
 from fedgauge.defenses.clip import clip
 
@@ -225,7 +226,7 @@ with allowing(["thirds"], plug_ins=False):
 """)
     assert printed[:3] == ["scaled(by=2.0) mnist5k", "0.25", "True True True"]
     assert "did you mean 'grey'" in printed[3]
-    assert printed[4] == "fedgauge.defenses.clip fedgauge.client.training", "no plug-in takes a name of ours"
+    assert printed[4] == "fedgauge.defenses.clip fedgauge.client.local_training", "no plug-in takes a name of ours"
     assert "thirds and widgets" in printed[5], "neither of two of one name is taken"
     assert printed[6] == "thirds", "only the package that is allowed counts"
 

@@ -21,8 +21,8 @@ from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
 from fedgauge.attacks.threat_model import as_known, public_knowledge
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError
-from fedgauge.client.local_training import ControlledSGD, Correction, scaffold
-from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import ControlledSGD, Correction, local_sgd, scaffold
 from fedgauge.client.transforms import Link, TransformState
 from fedgauge.client.update import Batch, Params, Update
 from fedgauge.defenses.accounting import mechanism
@@ -32,7 +32,7 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.uploads import read_observation
+from fedgauge.server.store.tape_source import read_observation
 from fedgauge.simulations.run.in_memory import train
 from tests.client.networks import examples, largest_difference, network, params_of
 

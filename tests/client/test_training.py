@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
+from fedgauge.client.gradient import StochasticLayer, gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.rng import generator
-from fedgauge.client.training import StochasticLayer, gradient, local_sgd
 from fedgauge.client.update import Batch, Update, norm
 from tests.client.networks import autograd, examples, largest_difference, network, params_of
 

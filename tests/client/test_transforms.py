@@ -7,8 +7,9 @@ import torch
 from torch import Generator, nn
 
 from fedgauge.client.chain import chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import BatchTransform, StatefulTransform, TransformState, noise_free, per_example
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 from fedgauge.defenses.clip import clip

@@ -19,9 +19,9 @@ from torch import Generator
 
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.federation import Federation
-from fedgauge.client.local_training import LocalTraining
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import LocalTraining, local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import Link, StatefulTransform, UpdateDistribution, UpdateTransform, per_example
 from fedgauge.client.update import Batch, Params, Update, UpdateFn, norm
 from fedgauge.defenses.accounting import (

@@ -7,7 +7,7 @@ import pytest
 
 from fedgauge.client.chain import chain
 from fedgauge.client.federation import Federation
-from fedgauge.client.training import local_sgd
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.transforms import Link, per_example
 from fedgauge.defenses.accounting import Accountant, PrivacySpent, mechanism, privacy_statement
 from fedgauge.defenses.amplification import sampled_epsilon

@@ -18,7 +18,7 @@ from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import chain
 from fedgauge.client.components import build
 from fedgauge.client.federation import TRANSFORM, Federation
-from fedgauge.client.training import local_sgd
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.defenses.ats import OPERATIONS, apply_operation, ats, crop_and_flip, magnitude
 

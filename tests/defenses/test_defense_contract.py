@@ -12,8 +12,9 @@ from torch.func import vmap
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError, build
 from fedgauge.client.federation import TRANSFORM
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import LOCAL_TRAININGS, local_sgd
 from fedgauge.client.models.vision import detached_params
-from fedgauge.client.training import LOCAL_TRAININGS, gradient, local_sgd
 from fedgauge.client.transforms import (
     Link,
     StatefulTransform,

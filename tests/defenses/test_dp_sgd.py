@@ -14,8 +14,9 @@ from fedgauge.attacks.limits import known_noise
 from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, lenet
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, norm
 from fedgauge.defenses.accounting import mechanism

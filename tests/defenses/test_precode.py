@@ -17,9 +17,10 @@ from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.federation import Federation
+from fedgauge.client.gradient import StochasticLayer, gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, last_linear, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import StochasticLayer, gradient, local_sgd
 from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.precode import precode
 

@@ -18,13 +18,14 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.attacks.grading.replay import replay
-from fedgauge.attacks.labels import restore
+from fedgauge.attacks.label_restoration import restore
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.threat_model import public_knowledge, waves_known_alike
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
-from fedgauge.client.training import gradient, local_sgd
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.transforms import TransformState
 from fedgauge.client.update import Params
 from fedgauge.defenses.accounting import mechanism

@@ -16,8 +16,9 @@ from fedgauge.attacks.engine.distances import likelihood
 from fedgauge.attacks.limits import known_noise
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.federation import Federation
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convbig, detached_params
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import UpdateDistribution, noise_free, per_example
 from fedgauge.client.update import Batch, Params, Update
 from fedgauge.defenses.clip import clip

@@ -21,7 +21,7 @@ from torch import Generator
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.replay import replay
 from fedgauge.client.chain import chain
-from fedgauge.client.training import local_sgd
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.transforms import TransformState
 from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.top_k import largest, top_k

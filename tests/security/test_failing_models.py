@@ -19,7 +19,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.in_memory import MemoryGrid
 

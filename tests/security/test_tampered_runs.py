@@ -21,7 +21,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_tensors
-from fedgauge.server.views.reading import run_line, tables_of
+from fedgauge.server.views.snapshot import run_line, tables_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.environment import environment

@@ -23,8 +23,8 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.figures import rounds_figures
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.privacy import CanaryEstimate, Estimate, _accounted, canaries, canary_estimate, canary_words
-from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.reports.report import write_report

@@ -24,8 +24,8 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.privacy import CanaryBound, _accounted, bound_words, canary_bound
-from fedgauge.server.views.reading import RunSnapshot
 from fedgauge.server.views.scores import Scores
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.reports.report import write_report

@@ -1,13 +1,16 @@
 """A kind of data that one file adds is attacked, graded, judged and shown everywhere, with no other change."""
 
 import io
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from fedgauge.attacks.modality import registry
 from fedgauge.client.components import SpecError, allowing
@@ -20,7 +23,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.figures import rounds_figures
 from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import RunSnapshot, read_once
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.checks.preflight import preflight
@@ -29,6 +32,7 @@ from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.view import progress_line
 from fedgauge.simulations.reports.export import write_csv
 from fedgauge.simulations.reports.report import write_report
+from tests import small_runs
 from tests.server.dashboard.pages import Http
 from tests.test_docs_code import write
 
@@ -44,21 +48,38 @@ TABLES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, make_taped: Callable[..., Run]) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp("numbers")
+@contextmanager
+def attacked(folder: Path, tables: dict[str, Any], *modules: str) -> Iterator[Run]:
+    """A run with the guide's files, which this process has met only in here."""
     write("adding-components.md", folder)
     kept = [(table, dict(table)) for table in (registry.MODALITIES, registry.MEASURED, registry.BASELINES)]
-    with allowing(["mynumbers"], [folder]):
-        made = make_taped(folder / "run", Scenario.from_tables(TABLES))
+    with allowing(modules, [folder]):
+        made = small_runs.taped(folder / "run", Scenario.from_tables(tables))
         with made.ledger() as ledger:  # as `fedgauge run` writes it
             ledger.set_meta(main_metric="close")
         serve(made, LocalExecutor())
         yield made
-    sys.modules.pop("mynumbers", None)
+    for name in modules:
+        sys.modules.pop(name, None)
     for table, before in kept:
         table.clear()
         table.update(before)  # type: ignore[arg-type]
+
+
+def swept(folder: Path, tables: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a sweep of one cell, and its summary."""
+    scenario = {key: value for key, value in tables.items() if key not in ("chain", "attack", "seed")}
+    sweep = {"scenario": scenario, "defense": [{"name": "none", "chain": tables["chain"]}], "attack": tables["attack"]}
+    (folder / "sweep.toml").write_text(tomli_w.dumps(sweep))
+    assert main(["sweep", str(folder / "sweep.toml"), "-o", str(folder / "swept"), "--jobs", "1"]) == 0
+    rows: list[dict[str, Any]] = json.loads((folder / "swept" / "sweep.json").read_text())["rows"]
+    return rows, (folder / "swept" / "sweep.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with attacked(tmp_path_factory.mktemp("numbers"), TABLES, "mynumbers") as made:
+        yield made
 
 
 def test_the_page_shows_every_number_and_the_verdict_counts_them(run: Run) -> None:
@@ -95,6 +116,16 @@ def test_the_report_the_export_the_figures_and_the_terminal_name_it(run: Run) ->
     with read_once(run) as reading:
         assert any(figure.metric == "close" for figure in rounds_figures(reading))
         assert "right numbers best 100.0 %" in progress_line(reading)
+
+
+def test_a_gate_and_a_sweep_judge_by_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    gate = ["gate", str(run.folder), "--allow", "mynumbers"]
+    assert main([*gate, "--fail-above", "close=50"]) == 1
+    assert "close: 100.0, the mean of 6 by row_over_bias" in capsys.readouterr().out
+    assert main([*gate, "--fail-above", "psnr=20"]) == 2, "of other data"
+    rows, summary = swept(run.folder.parent, TABLES)
+    assert [(row["attack"], row["metric"], row["mean"]) for row in rows] == [("row_over_bias", "close", 100.0)]
+    assert "right numbers" in summary and "`row_over_bias`" in summary
 
 
 @contextmanager

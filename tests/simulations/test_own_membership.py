@@ -14,7 +14,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.experiments.paper_tables import AttackSpec

@@ -22,9 +22,10 @@ from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import Prior, gaussian, laplacian
 from fedgauge.attacks.matching.search import LBFGSSearch
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Params
 from fedgauge.defenses import noise
 from fedgauge.server.views.intervals import NORMAL_95

@@ -20,9 +20,9 @@ from fedgauge.attacks.matching.priors import gaussian, total_variation
 from fedgauge.attacks.matching.search import LBFGSSearch
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.client.chain import chain
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.defenses import noise
 from fedgauge.simulations.experiments.measures import ComparedFigure

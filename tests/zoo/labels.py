@@ -24,7 +24,8 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import allowing
 from fedgauge.client.data.census import people
-from fedgauge.client.data.images import Dataset, mnist5k
+from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.data.images import mnist5k
 from fedgauge.client.data.tables import Tabular, table
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol

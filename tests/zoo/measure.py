@@ -25,8 +25,8 @@ from fedgauge.attacks.engine.distances import cosine
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.chain import chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params
-from fedgauge.client.training import local_sgd
 from fedgauge.simulations.benchmarks.__main__ import main
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved, one_thread
 from tests.zoo import text

@@ -19,9 +19,9 @@ from fedgauge.attacks.matching.adaptive import leave_layer_out
 from fedgauge.attacks.matching.feedback_blending import feedback_blending
 from fedgauge.attacks.matching.several_rounds import several_rounds
 from fedgauge.client.chain import chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
 from tests.zoo.measure import RATE, plain, plain_objective, posed
 from tests.zoo.networks import CLASSES, Network, networks

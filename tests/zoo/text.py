@@ -14,12 +14,13 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.text.distance import Kind, Matcher, SentenceGuess
 from fedgauge.client.chain import chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import next_token
 from fedgauge.client.models.tokenizer import Task, Tokenizer, framed, wordpiece
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Loss, Params, Update
 
 SENTENCES = ("the cat sat on the mat", "a dog barks", "rain falls on the town", "we sing")

@@ -20,8 +20,9 @@ from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.engine.gradients.factored import Gradients, formed, is_large, plus
 from fedgauge.attacks.engine.gradients.layers import Examples, GradientRecorder, LayerUse
 from fedgauge.client.chain import Chain
+from fedgauge.client.gradient import StochasticLayer, without_running_stats
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.losses import is_cross_entropy, loss_of
-from fedgauge.client.training import StochasticLayer, local_sgd, without_running_stats
 from fedgauge.client.transforms import UpdateTransform, is_identity, per_example
 from fedgauge.client.update import Loss, Params, Transform, Update
 

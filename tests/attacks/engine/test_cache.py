@@ -10,8 +10,8 @@ from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.learned.shadow_updates import UpdateFeatures
 from fedgauge.attacks.text.learning_to_invert_text import learning_to_invert_text
 from fedgauge.client.chain import Chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import resnet20
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import GroupMean
 
 

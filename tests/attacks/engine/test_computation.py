@@ -13,9 +13,10 @@ from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.exact.unmixing import spear
 from fedgauge.attacks.modality.image_metrics import match, psnr
 from fedgauge.client.chain import chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch
 
 SHAPE, CLASSES = (1, 6, 6), 5

@@ -30,8 +30,8 @@ from fedgauge.attacks.engine.distances import (
     without,
 )
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask

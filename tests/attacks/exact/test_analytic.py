@@ -12,8 +12,9 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import Activation, detached_params, mlp
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip

@@ -13,11 +13,11 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction
 from fedgauge.attacks.exact.patch_embedding import Patches, patch_embedding
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.local_training import local_training
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd, local_training
 from fedgauge.client.models.libraries import timm
 from fedgauge.client.models.torchvision_mend import mend_when_imported
 from fedgauge.client.models.vision import detached_params, lenet
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian

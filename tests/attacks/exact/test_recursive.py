@@ -14,8 +14,9 @@ from fedgauge.attacks.exact.recursive import recursive, stages_of
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.attacks.problem import Unattackable
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip
 from tests.zoo.networks import Network, networks

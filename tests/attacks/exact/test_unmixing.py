@@ -14,10 +14,10 @@ from fedgauge.attacks.exact.unmixing import _distinct, cocktail_party, spear, sp
 from fedgauge.attacks.modality.image_metrics import match, psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import mnist5k
-from fedgauge.client.local_training import local_training
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd, local_training
 from fedgauge.client.models.vision import Activation, detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Transform
 from fedgauge.defenses.clip import clip

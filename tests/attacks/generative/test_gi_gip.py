@@ -18,9 +18,10 @@ from fedgauge.attacks.learned.generators import Decoder, GeneratorTraining
 from fedgauge.attacks.matching.priors import LabelledEnergy, gaussian
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.client.chain import chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import Link
 from fedgauge.client.update import Batch
 from fedgauge.defenses.prune import prune

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedgauge.client.data.images
+import fedgauge.client.data.dataset
 from fedgauge.attacks.base import Attack, Knowledge, Observation, Reconstruction, StatefulAttack, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.malicious.carried_input import carried_input
@@ -27,7 +27,7 @@ from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
-from fedgauge.client.data.images import Shards
+from fedgauge.client.data.dataset import Shards
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
@@ -85,7 +85,9 @@ def guarded(monkeypatch: pytest.MonkeyPatch, kind: type[Attack]) -> Iterator[lis
         patched.setattr(kind, entry, attack)
         patched.setattr(Shards, "batch_at", guard(Shards.batch_at, "truth"))
         patched.setattr(Federation, "batch_at", guard(Federation.batch_at, "asked"))
-        patched.setattr(fedgauge.client.data.images, "batch_of", guard(fedgauge.client.data.images.batch_of, "images"))
+        patched.setattr(
+            fedgauge.client.data.dataset, "batch_of", guard(fedgauge.client.data.dataset.batch_of, "images")
+        )
         patched.setattr(Federation, "client_update", guard(Federation.client_update, "update"))
         yield events
 

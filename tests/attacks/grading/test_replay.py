@@ -9,8 +9,8 @@ import torch
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.replay import TOLERANCE, ReplayCheck, replay
 from fedgauge.client.federation import Federation
+from fedgauge.client.gradient import gradient
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient
 from fedgauge.client.update import Update
 
 Make = Callable[..., Any]

@@ -27,9 +27,9 @@ from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import chain
 from fedgauge.client.federation import Federation
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.defenses.quantize import quantize
 

@@ -10,9 +10,10 @@ from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.attacks.modality.image_metrics import match, mse
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.images import mnist5k
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import GroupMean, per_example
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip

@@ -28,9 +28,10 @@ from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.data.images import mnist5k
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian
 

@@ -14,8 +14,8 @@ from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
 from fedgauge.attacks.learned.refinement import UpdateLikelihood, WhitenedPrior
 from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import GroupMean, per_example
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune

@@ -7,8 +7,8 @@ from fedgauge.attacks.base import Budget
 from fedgauge.attacks.learned.ridge import RidgeInputs, fit, minimise_on_grid, ridge_inversion
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.sign import sign

@@ -17,9 +17,10 @@ from fedgauge.attacks.learned import learning_to_invert, shadow_updates
 from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders, flat, sketch
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.noise import gaussian
@@ -108,7 +109,7 @@ def test_lessons_bear_the_labels_that_the_attacker_would_restore(
     def restored(seen: Wave, known: Knowledge, method: str = "auto") -> Tensor:
         return torch.tensor([[3, 0]]).expand(len(seen), 2)
 
-    monkeypatch.setattr("fedgauge.attacks.labels.restore", restored)
+    monkeypatch.setattr("fedgauge.attacks.label_restoration.restore", restored)
     shadow_data = ShadowTrainer(known, wave.params, UpdateFeatures()).shadow_data(False)
     assert shadow_data.labels.unique(dim=0).tolist() == [[0, 3]]
     own = y[shadow_data.groups]

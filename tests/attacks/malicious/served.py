@@ -8,9 +8,9 @@ import torch
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.malicious.server_attack import ServerAttack, craft_weights
 from fedgauge.client.components import SpecError
+from fedgauge.client.gradient import gradient
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient
 from fedgauge.client.update import Batch, Params, Update
 
 

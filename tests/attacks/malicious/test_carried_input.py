@@ -20,8 +20,8 @@ from fedgauge.attacks.malicious.carried_input import (
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Params
 from tests.attacks.malicious.served import answer, check_refused, check_silent, craft, proven, read
 

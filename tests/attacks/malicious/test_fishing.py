@@ -13,9 +13,9 @@ from fedgauge.attacks.matching.recipes import dlg
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, last_linear, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import GroupMean, per_example
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip

@@ -12,8 +12,8 @@ from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.malicious.decoding import LayerRows, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.imprint import SortingBlock, imprint, imprint_block, read_imprint
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import lenet, mlp
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Params
 from fedgauge.defenses.clip import clip

@@ -8,9 +8,10 @@ from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.malicious.inconsistency import dead_layer, lone_target
 from fedgauge.attacks.modality.image_metrics import match, psnr
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convnet, detached_params, last_linear, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Batch, average
 from tests.attacks.malicious.served import craft, read

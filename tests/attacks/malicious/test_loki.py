@@ -10,8 +10,9 @@ from fedgauge.attacks.base import Knowledge, Reconstruction
 from fedgauge.attacks.malicious.imprint import imprint, imprint_block, read_imprint
 from fedgauge.attacks.malicious.loki import client_kernels, loki, read_kernels
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Batch, Params, Update, average
 from fedgauge.defenses.clip import clip

@@ -8,9 +8,9 @@ from fedgauge.attacks.base import Knowledge, Reconstruction
 from fedgauge.attacks.malicious.optimised_features import LinearEstimate, optimised_features, read_features
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Params
 from fedgauge.defenses.noise import gaussian
 from tests.attacks.malicious.served import answer, check_refused, craft, read

@@ -15,9 +15,9 @@ from fedgauge.attacks.malicious.optimised_features import layer_input, principal
 from fedgauge.attacks.malicious.scale_mia import read_latents, scale_mia
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Batch, Params, average
 from fedgauge.defenses.noise import gaussian

@@ -13,10 +13,11 @@ from fedgauge.attacks.modality.images import DECODERS
 from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.chain import chain
 from fedgauge.client.components import build
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.build import build_model
 from fedgauge.client.models.vision import detached_params, last_linear
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch
 from tests.attacks.malicious.served import craft
 

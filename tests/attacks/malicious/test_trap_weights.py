@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Knowledge, Reconstruction
 from fedgauge.attacks.malicious.trap_weights import SCALES, activated_alone, read_rows, trap_weights
 from fedgauge.client.chain import chain
-from fedgauge.client.data.images import batch_of, cifar10
+from fedgauge.client.data.dataset import batch_of
+from fedgauge.client.data.images import cifar10
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, lenet, mlp
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Params
 from tests.attacks.malicious.served import answer, check_refused, craft, proven
 from tests.attacks.malicious.served import read as read_update

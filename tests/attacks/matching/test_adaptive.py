@@ -17,10 +17,12 @@ from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import bayes, dlg, inverting_gradients
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.data.images import Dataset, batch_of, cifar10, mnist5k
+from fedgauge.client.data.dataset import Dataset, batch_of
+from fedgauge.client.data.images import cifar10, mnist5k
+from fedgauge.client.gradient import StochasticLayer, gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convbig, convsmall, detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import StochasticLayer, gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip

@@ -13,8 +13,8 @@ from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import mlp
-from fedgauge.client.training import local_sgd
 from tests.attacks.matching import tiny_problems
 from tests.attacks.matching.tiny_problems import CLASSES, SHAPE, streams
 

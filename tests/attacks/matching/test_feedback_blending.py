@@ -12,9 +12,9 @@ from fedgauge.attacks.base import Budget, ClientState, Knowledge, Observation, R
 from fedgauge.attacks.matching.feedback_blending import feedback_blending
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.client.chain import chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
 
 SHAPE = (1, 4, 4)

@@ -16,7 +16,7 @@ from fedgauge.attacks.matching.recipes import CUTS, dlg, idlg, inverting_gradien
 from fedgauge.attacks.matching.search import AdamSearch, LBFGSSearch
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
-from fedgauge.client.training import local_sgd
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 from tests.attacks.matching.tiny_problems import CLASSES, MEAN, SHAPE, STD, plain_objective, scene, streams
 

@@ -20,10 +20,10 @@ from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import federated_averaging
 from fedgauge.attacks.modality.image_metrics import match, psnr
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.local_training import LocalTraining, local_training
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import LocalTraining, local_sgd, local_training
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import Link
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 

@@ -23,9 +23,9 @@ from fedgauge.attacks.matching.priors import (
     total_variation,
 )
 from fedgauge.client.chain import chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
 
 PRIORS: dict[str, Prior] = {

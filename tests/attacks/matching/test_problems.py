@@ -19,9 +19,10 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.federation import Federation
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import laplace

@@ -10,9 +10,10 @@ from fedgauge.attacks.base import Budget, ClientState, Knowledge, Observation, R
 from fedgauge.attacks.matching.several_rounds import several_rounds
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian
 from fedgauge.server.store.tape import read_tensors, write_tensors

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Stream, Wave
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Params, Update
 
 SHAPE, CLASSES = (1, 8, 8), 4

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convsmall, detached_params, lenet, resnet20
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip

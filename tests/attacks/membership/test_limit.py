@@ -15,9 +15,10 @@ from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.limit import area, detectability, power
 from fedgauge.attacks.membership.scores import SCORES, Scoring
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch
 from fedgauge.defenses.dp_sgd import dp_sgd
 from fedgauge.defenses.noise import gaussian, laplace

@@ -16,10 +16,10 @@ from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.attacks.membership.likelihood import RestOfBatch, _Expected, _slopes, gain
 from fedgauge.attacks.membership.scores import SCORES, Scoring, against_non_members
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.local_training import local_training
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd, local_training
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import UpdateDistribution, UpdateTransform, per_example
 from fedgauge.client.update import Batch, Update, concatenate
 from fedgauge.defenses.clip import clip

@@ -26,7 +26,7 @@ from fedgauge.attacks.modality.image_metrics import (
 )
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.client.labels import LabelKind
+from fedgauge.client.label_kinds import LabelKind
 from fedgauge.client.pairing import in_db
 
 

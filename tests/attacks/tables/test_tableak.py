@@ -20,9 +20,9 @@ from fedgauge.attacks.tables.tableak import aligned, confidence, relaxed_rows, t
 from fedgauge.client.chain import chain
 from fedgauge.client.data.tables import Tabular
 from fedgauge.client.federation import Federation
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.columns import Column, Columns
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 
 MIXED = Columns(
     (

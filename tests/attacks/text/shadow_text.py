@@ -8,8 +8,8 @@ from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
 from fedgauge.attacks.modality.text_metrics import token_accuracy
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.corpora import Text, phrases
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.language import LanguageModel, tiny_bert, transformer3
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch
 from tests.attacks.text.small_text import seen
 

@@ -10,11 +10,12 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import Text
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.language import LanguageModel, tiny_bert, tiny_gpt2
 from fedgauge.client.models.losses import next_token
 from fedgauge.client.models.vision import detached_params, floating_buffers
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Loss, Params, Transform
 
 LENGTH = 12

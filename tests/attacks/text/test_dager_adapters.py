@@ -12,12 +12,12 @@ from fedgauge.attacks.text.dager import dager
 from fedgauge.attacks.text.spans import NEAR, PartialSpan, Spans, block_span
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import Text
+from fedgauge.client.gradient import gradient
 from fedgauge.client.models.adapters import lora
 from fedgauge.client.models.language import LanguageModel, transformer3
 from fedgauge.client.models.language_parts import Projection
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient
 from fedgauge.client.update import Batch, Params
 from tests.attacks.text import small_text
 from tests.attacks.text.small_text import SGD, batches, certified, gpt2, loss_of, read, refused, seen

@@ -15,10 +15,10 @@ from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, provable
 from fedgauge.attacks.text.exact_sentence import _words, exact
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import Text, cola, phrases, targets
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.language import LanguageModel, encoder, tiny_bert, tiny_gpt2, transformer3
 from fedgauge.client.models.tokenizer import MINILM, framed
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.update import Batch, Transform
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask

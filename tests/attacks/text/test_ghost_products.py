@@ -16,12 +16,12 @@ from fedgauge.attacks.text.certificate import Unreadable
 from fedgauge.attacks.text.distance import Kind, Matcher, SentenceGuess, Way
 from fedgauge.attacks.text.ghost_products import gradients
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.language import LanguageModel, tiny_bert, tiny_gpt2, transformer3
 from fedgauge.client.models.tokenizer import Tokenizer, framed, wordpiece
 from fedgauge.client.models.transformer import Transformer
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Transform
 from fedgauge.defenses.clip import clip

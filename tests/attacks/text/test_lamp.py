@@ -17,9 +17,9 @@ from fedgauge.attacks.modality.text_metrics import rouge
 from fedgauge.attacks.text.lamp import _BatchDescent, dlg_text, lamp, tag
 from fedgauge.attacks.text.sentence_layout import lengths_of, propose, shuffles
 from fedgauge.client.data.corpora import Text, phrases
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
-from fedgauge.client.training import local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Transform
 from fedgauge.defenses.clip import clip

@@ -11,8 +11,8 @@ from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeature
 from fedgauge.attacks.text.learned_rows import learned_rows, row_features, row_tables, shadow_rows
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.corpora import Text
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import mlp
-from fedgauge.client.training import local_sgd
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign

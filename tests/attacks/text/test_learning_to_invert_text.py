@@ -24,10 +24,11 @@ from fedgauge.attacks.text.learning_to_invert_text import (
 )
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.corpora import Text
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.models.vision import mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian

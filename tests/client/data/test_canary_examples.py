@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.data.canary_examples import with_canary_examples
-from fedgauge.client.data.images import Dataset, Shards, split
+from fedgauge.client.data.dataset import Dataset, Shards, split
 
 CLIENTS, EACH = (1, 2), 3
 

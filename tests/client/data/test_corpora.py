@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fedgauge.client.data.corpora import Text, csv, phrases, rotten_tomatoes, sst2, wikitext2
 from fedgauge.client.data.corpora import cola as read_cola
+from fedgauge.client.data.dataset import split
 from fedgauge.client.data.grammar import sentences
-from fedgauge.client.data.images import split
 from fedgauge.client.data_folder import may_download
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedgauge.client import data_folder
+from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.components import SpecError
 from fedgauge.client.data import images
-from fedgauge.client.data.images import Dataset, Partition, split
+from fedgauge.client.data.dataset import Dataset, Partition, batch_of, split
 
 Make = Callable[..., Any]
 
@@ -201,7 +202,7 @@ def test_a_batch_is_float_pixels_between_zero_and_one(digits: Dataset) -> None:
     assert batch.x.dtype == torch.float32
     assert batch.y.dtype == torch.int64
     assert (float(batch.x.min()), float(batch.x.max())) == (0.0, 1.0)
-    dark = images.batch_of(torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8), torch.tensor([3]), torch.tensor([0]))
+    dark = batch_of(torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8), torch.tensor([3]), torch.tensor([0]))
     assert dark.x.flatten().tolist() == pytest.approx([0.0, 0.2, 1.0])
 
 
@@ -302,7 +303,7 @@ def test_what_was_downloaded_reads_as_the_local_files_do(
     import torchvision
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    source = images.cache_folder() / "torchvision" / "MNIST" / "raw"
+    source = cache_folder() / "torchvision" / "MNIST" / "raw"
     write_idx(source, np.arange(2 * 28 * 28).astype(np.uint8).reshape(2, 28, 28), np.array([7, 2], dtype=np.uint8))
     unchecked = [(name, None) for name, _ in torchvision.datasets.MNIST.resources]  # their md5 is the real MNIST's
     monkeypatch.setattr(torchvision.datasets.MNIST, "resources", unchecked)
@@ -318,13 +319,13 @@ def test_what_was_downloaded_reads_as_the_local_files_do(
 
 def test_the_data_folder_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path))
-    assert images.data_folder() == tmp_path
+    assert data_folder.data_folder() == tmp_path
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path / "absent"))
     with pytest.raises(FileNotFoundError, match="FEDGAUGE_DATA"):
-        images.data_folder()
+        data_folder.data_folder()
     monkeypatch.delenv("FEDGAUGE_DATA")
     beside = Path(data_folder.__file__).resolve().parents[2] / "shared" / "data"
-    assert images.data_folder() == (beside if beside.is_dir() else None)
+    assert data_folder.data_folder() == (beside if beside.is_dir() else None)
 
 
 @pytest.fixture
@@ -340,7 +341,7 @@ def test_a_kept_array_is_made_once(own_cache: Path) -> None:
         made.append(1)
         return {"a": np.arange(5)}
 
-    results = [images.cached("thing", make) for _ in range(3)]
+    results = [data_folder.cached("thing", make) for _ in range(3)]
     assert len(made) == 1
     assert all(r["a"].tolist() == [0, 1, 2, 3, 4] for r in results)
     assert [p.name for p in own_cache.iterdir()] == ["thing.npz"], "no scratch file is left"

@@ -17,7 +17,8 @@ from torchvision.transforms import functional as tv
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import held_out
-from fedgauge.client.data.images import Dataset, mnist5k
+from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.data.images import mnist5k
 from fedgauge.client.data.own_images import hugging_face, image_folder, npz
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import Text, phrases
 from fedgauge.client.federation import Federation
+from fedgauge.client.gradient import gradient
 from fedgauge.client.models.adapters import frozen_backbone, lora
 from fedgauge.client.models.build import build_model
 from fedgauge.client.models.language import LanguageModel, tiny_bert, tiny_gpt2, transformer3
 from fedgauge.client.models.losses import next_token
 from fedgauge.client.models.vision import detached_params, floating_buffers, mlp
-from fedgauge.client.training import gradient
 from fedgauge.client.update import Batch
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
+from fedgauge.client.gradient import gradient
 from fedgauge.client.models.language import LanguageModel, decoder, encoder, tiny_bert, tiny_gpt2, transformer3
 from fedgauge.client.models.language_parts import ModelParts
 from fedgauge.client.models.tokenizer import MINILM, Tokenizer, framed, load_tokenizer, wordpiece
 from fedgauge.client.models.vision import detached_params, floating_buffers
-from fedgauge.client.training import gradient
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch
 

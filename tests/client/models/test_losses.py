@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks import labels as labelling
+from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Budget, Observation, Wave
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient
 from fedgauge.attacks.engine.gradients.per_problem import gradients, local_training_changes
@@ -29,7 +29,9 @@ from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import chain
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.federation import Federation
-from fedgauge.client.labels import LabelKind
+from fedgauge.client.gradient import gradient
+from fedgauge.client.label_kinds import LabelKind
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.losses import (
     Expected,
     Reduction,
@@ -50,7 +52,6 @@ from fedgauge.client.models.losses import (
 from fedgauge.client.models.vision import detached_params, lenet
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Batch, relative_error
 from fedgauge.defenses.noise import gaussian

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.grading.audit import Auditor
-from fedgauge.attacks.labels import restore
+from fedgauge.attacks.label_restoration import restore
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError, allowing
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 

@@ -18,7 +18,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, expected_jobs
 from fedgauge.server.views.compare import differences
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.verdict import verdict_of
 from tests.server.dashboard.pages import Get, pixels, score_all
 from tests.small_runs import scores_of

@@ -21,7 +21,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import png
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.result_commands import leading_to
 from fedgauge.simulations.reports.report import write_report

@@ -20,7 +20,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.figures import rounds_figures
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.leak_tables import rounds_table
-from fedgauge.server.views.reading import RunSnapshot, read_once
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.reports.report import write_report
 from tests.server.dashboard.pages import Http

@@ -14,7 +14,7 @@ from fedgauge.server.views.figures import Axis, Figure, Look, Series
 from fedgauge.server.views.gallery import Card, Page, Tile
 from fedgauge.server.views.leak_tables import Clients
 from fedgauge.server.views.overview import KnowledgeCard, Overview, RunProgress
-from fedgauge.server.views.reading import RunLine
+from fedgauge.server.views.snapshot import RunLine
 from fedgauge.server.views.tables import Column, Table
 
 ROOT = Path(__file__).resolve().parents[3]

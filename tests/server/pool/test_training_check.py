@@ -15,7 +15,7 @@ from fedgauge.server.pool.service import make_executor, serve
 from fedgauge.server.pool.update_checks import MOST_CLIENTS, RECORDED, TrainingCheck
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.uploads import TapeSource
+from fedgauge.server.store.tape_source import TapeSource
 from tests.small_runs import scenario
 
 

@@ -30,8 +30,8 @@ from fedgauge.server.store.tape import read_tensors
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.views.overview import overview
 from fedgauge.server.views.participation import guarded
-from fedgauge.server.views.reading import RunSnapshot, read_once
 from fedgauge.server.views.server_attacks import server_attack_effects
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.simulations.reports.report import write_report
 from fedgauge.simulations.run.create import cards
 from fedgauge.simulations.run.in_memory import train

@@ -28,7 +28,7 @@ from fedgauge.server.store.tape import Tape
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSumStrategy
 from fedgauge.server.views.gallery import Gallery
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 
 STEPS = ("advertise", "share", "mask", "confirm", "unmask")
 THETA = {"w": torch.tensor([[1.0, 2.0, 3.0]]), "n": torch.tensor(4), "b": torch.tensor([-1.0])}

@@ -13,7 +13,7 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.pool.tester import with_examples
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import create_run

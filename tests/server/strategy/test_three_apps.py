@@ -21,11 +21,11 @@ from torch.nn import functional as F
 
 from fedgauge.client.components import allowing
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.uploads import UploadMismatch, read_observation
+from fedgauge.server.store.tape_source import UploadMismatch, read_observation
 from fedgauge.server.tap import tap
 from fedgauge.server.views import overview
 from fedgauge.server.views.gallery import Gallery
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.cli.main import main
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedgauge.server.views.leak_tables import clients
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.snapshot import read_once
 from tests.server.views.graded_runs import graded
 
 

@@ -11,7 +11,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.gate import Threshold, gate_of_run
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.snapshot import read_once
 from fedgauge.server.views.verdict import Verdict, verdict_of
 from tests.server.views.test_leakage_and_verdict import PLAN, Cell, Values, drawn, score
 from tests.small_runs import scenario

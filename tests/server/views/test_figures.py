@@ -11,7 +11,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.compare import named_readings, utility_figure
 from fedgauge.server.views.figures import Figure, Series, rounds_figures, success_figure
 from fedgauge.server.views.leakage import Leak
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.snapshot import read_once
 from tests.server.views.graded_runs import METRICS, graded, only_psnr
 
 ROUNDS = (1, 2, 3)

@@ -7,7 +7,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.gate import Threshold, gate_of_run
 from fedgauge.server.views.leak_tables import clients, rounds_table, summary_table
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.snapshot import read_once
 from fedgauge.server.views.verdict import verdict_of
 from tests.server.views.test_leakage_and_verdict import Cell, Values, score
 from tests.small_runs import scenario

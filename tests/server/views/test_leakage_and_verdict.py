@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedgauge.attacks.plan import BAYES_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
-from fedgauge.client.labels import SCORED
+from fedgauge.client.label_kinds import SCORED
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import UNGRADED, Participation
 from fedgauge.server.views.gallery import Gallery

@@ -19,7 +19,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gate import Threshold, gate_of_run
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.plan_coverage import PlanCoverage, plan_coverage
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.snapshot import read_once
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.cli.run_summary import print_summary

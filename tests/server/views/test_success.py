@@ -5,8 +5,9 @@ import scipy.stats
 import torch
 
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, norm
 from fedgauge.defenses.accounting import Mechanism

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Reconstruction
-from fedgauge.client.data.images import Dataset
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.transforms import BatchTransform, UpdateTransform
 
 

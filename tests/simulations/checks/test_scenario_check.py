@@ -75,7 +75,8 @@ class Detached(Good):
         return super().forward(x.detach())
 
 counter = itertools.count(1)
-from fedgauge.client.data.images import Dataset, mnist5k
+from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.data.images import mnist5k
 def shuffled() -> Dataset:
     data = mnist5k()
     order = torch.randperm(len(data.y), generator=torch.Generator().manual_seed(next(counter)))

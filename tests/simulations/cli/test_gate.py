@@ -15,7 +15,7 @@ from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gate import GateResult, Measurement, Threshold, gate_of_run, judged
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.snapshot import read_once
 from fedgauge.simulations.checks.preflight import preflight as examine
 from fedgauge.simulations.cli.main import main
 from tests.simulations.cli.conftest import TABLES, scenario_file, taped_run

@@ -12,7 +12,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.snapshot import read_once
 from fedgauge.simulations.cli import run_commands
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import cards, new_run

@@ -9,7 +9,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.reading import read_once, state_of
+from fedgauge.server.views.snapshot import read_once, state_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.run.create import create_run, new_run

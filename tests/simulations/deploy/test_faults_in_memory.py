@@ -19,7 +19,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.privacy import Spending, spent_in
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.simulations.checks.owner_check import privacy
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory

@@ -22,7 +22,7 @@ from fedgauge.server.strategy.checked import CLIENT_ABSENT
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.server.views.participation import participation
-from fedgauge.server.views.reading import RunSnapshot, state_of
+from fedgauge.server.views.snapshot import RunSnapshot, state_of
 from fedgauge.simulations.cli import main as cli
 from fedgauge.simulations.deploy.folder import DEMO, Deployment
 from fedgauge.simulations.run import in_memory

@@ -6,7 +6,7 @@ import pytest
 
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.experiments.measures import all_measures
-from fedgauge.simulations.experiments.paper_table_files import BEYOND_METRICS, load, names, restrict
+from fedgauge.simulations.experiments.paper_table_files import BEYOND_METRICS, load, packaged, restrict
 from fedgauge.simulations.experiments.paper_tables import STRONGEST
 from tests.simulations.experiments.small_tables import ANALYTIC, paper_table
 
@@ -19,8 +19,8 @@ PAPERS = (
 
 
 def test_every_table_is_there_and_every_part_of_it_exists() -> None:
-    assert set(names()) >= set(PAPERS)
-    for name in names():
+    assert set(packaged()) >= set(PAPERS)
+    for name in packaged():
         found = load(name)
         assert found.title and found.note and found.cells
         assert len({cell.name for cell in found.cells}) == len(found.cells)

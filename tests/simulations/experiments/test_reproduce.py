@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +12,13 @@ import pytest
 import torch
 
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
-from fedgauge.client.components import SpecError
-from fedgauge.client.data.images import Dataset, mnist5k
+from fedgauge.client.components import SpecError, allowing
+from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.data.images import mnist5k
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments import setups
 from fedgauge.simulations.experiments.measures import ComparedFigure
-from fedgauge.simulations.experiments.paper_table_files import load, names, restrict
+from fedgauge.simulations.experiments.paper_table_files import load, packaged, restrict
 from fedgauge.simulations.experiments.paper_tables import (
     AttackSpec,
     PaperTable,
@@ -30,6 +33,7 @@ from tests.simulations.experiments.small_tables import (
     paper_table,
     sentences,
 )
+from tests.test_docs_code import write
 
 
 def run(table: PaperTable) -> list[ComparedFigure]:
@@ -117,9 +121,61 @@ def test_the_command_keeps_the_figures(capsys: pytest.CaptureFixture[str], tmp_p
         assert row["n"] == 2
 
 
+@pytest.fixture
+def own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A stranger's folder with the files of the guide."""
+    write("adding-components.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with allowing(()):
+        yield tmp_path / "mytable.toml"
+    for name in ("mydefense", "myattack"):
+        sys.modules.pop(name, None)
+
+
+def test_a_table_of_ones_own_is_one_file(own_table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is printed, kept, gone on with and compared as a paper's."""
+    command = ["reproduce", "mytable.toml", "--allow", "mydefense", "--allow", "myattack", "-o", "figures.json"]
+    assert main([*command, "--cells", "none"]) == 0
+    assert main(command) == 2, "another choice of cells"
+    (own_table.parent / "figures.json").unlink()
+    assert main(command) == 0
+    assert "One digit, with and without noise" in capsys.readouterr().out
+    assert main(command) == 0
+    assert "holds 2 of the figures" in capsys.readouterr().err
+    assert main(["compare", "figures.json", "figures.json"]) == 0
+    rows = json.loads((own_table.parent / "figures.json").read_text())["rows"]
+    assert [(row["cell"], row["reference"], row["here"] >= 60) for row in rows] == [
+        ("none", 60.0, True),
+        ("fog", None, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ('axes = ["defense"]', 'axes = ["defence"]', "'defense'"),
+        ("mydefense:fog", "mydefense:fogg", "'mydefense:fogg'"),
+        ("myattack:quotient", "dlgg", "'dlg'"),
+        ("none.quotient", "non.quotient", "'non'"),
+        ("[reference]", "[reference", "TOML"),
+        ("n = 4", "m = 4", "'m'"),
+    ],
+)
+def test_a_mistake_in_ones_own_table_is_named_before_the_first_cell(
+    own_table: Path, before: str, after: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_table.write_text(own_table.read_text().replace(before, after))
+    assert main(["reproduce", "mytable.toml", "--allow", "mydefense", "--allow", "myattack", "-o", "f.json"]) == 2
+    printed, error = capsys.readouterr()
+    assert not printed and "Traceback" not in error and "1 of 2" not in error
+    assert error.splitlines()[-1].startswith("fedgauge: mytable.toml: ") and named in error, error
+    assert not (own_table.parent / "f.json").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (["nowhere.toml"], "nowhere.toml"),
         (["geiping_table9"], "'geiping_table9'"),
         (["dlg", "--n", "4", "--budget", "4", "--cells", "x"], "'x'"),
         (["dlg", "--level", "small"], "--level"),
@@ -172,7 +228,9 @@ def there(cell: Setting, folder: Path) -> bool:
 IN_EVERY_RUN = ("geiping_table1", "dager")  # one table of images, one of sentences
 
 
-@pytest.mark.parametrize("name", [n if n in IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.full) for n in names()])
+@pytest.mark.parametrize(
+    "name", [n if n in IN_EVERY_RUN else pytest.param(n, marks=pytest.mark.full) for n in packaged()]
+)
 def test_a_cell_of_every_paper_runs_from_end_to_end(local_data: Path, name: str) -> None:
     """One iteration on one update of the first cell of each table, on the real data."""
     found = load(name)

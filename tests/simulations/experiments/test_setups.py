@@ -10,10 +10,11 @@ from safetensors.torch import save_file
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import phrases
-from fedgauge.client.data.images import batch_of, mnist5k
+from fedgauge.client.data.dataset import batch_of
+from fedgauge.client.data.images import mnist5k
+from fedgauge.client.gradient import gradient
 from fedgauge.client.models.losses import next_token
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient
 from fedgauge.simulations.experiments import setups
 from fedgauge.simulations.experiments.paper_tables import (
     Images,

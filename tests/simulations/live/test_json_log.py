@@ -13,7 +13,7 @@ import pytest
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.view import Events
 from tests.simulations.live.conftest import intake, work

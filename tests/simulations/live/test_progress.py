@@ -11,7 +11,7 @@ from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.reading import Jobs, RunSnapshot
+from fedgauge.server.views.snapshot import Jobs, RunSnapshot
 from fedgauge.simulations.live.view import leaks_by_round
 from tests.simulations.live.conftest import PLAN, TABLES, intake, work
 from tests.small_runs import scores_of

@@ -10,7 +10,7 @@ from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage_of_all
-from fedgauge.server.views.reading import RunSnapshot, read_once
+from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import best_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.live.view import Events, Lines, LiveLine, View, progress_line, view_of

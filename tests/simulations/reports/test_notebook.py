@@ -11,7 +11,7 @@ import pytest
 
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leak_tables import summary_table
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.snapshot import read_once
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.reports.notebook import Report, load_ipython_extension
 from tests.simulations.reports.report_pages import HOSTILE, Page

@@ -17,7 +17,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.gate import Threshold, gate_of_run
 from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.privacy import Spending, spent_in
-from fedgauge.server.views.reading import read_once
+from fedgauge.server.views.snapshot import read_once
 from fedgauge.simulations.reports.export import write_csv
 from tests.simulations.reports.report_pages import NOISY, page_of, taped
 from tests.small_runs import scenario

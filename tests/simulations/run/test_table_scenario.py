@@ -17,7 +17,7 @@ from fedgauge.server.store.ledger_types import Ungraded, comparable
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import Gallery
-from fedgauge.server.views.reading import RunSnapshot
+from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.checks.preflight import preflight

@@ -15,8 +15,9 @@ from fedgauge.attacks.engine.gradients import convolution, factored, layers
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, flattened
 from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, gradients, local_training_changes
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.update import Batch, Update
 
 SHAPE, CLASSES = (3, 12, 12), 7

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
+from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
 from fedgauge.attacks.modality.base import MainMetric
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError, coerce
 from fedgauge.client.data_folder import may_download
@@ -146,7 +148,6 @@ class Jobs:
 
     @property
     def expected(self) -> int:
-        """Number of all jobs, with those of the rounds to come."""
         return self.progress.total + self.to_come
 
     @property
@@ -238,37 +239,36 @@ class RunSnapshot:
             self.tables["rounds"] = int(self.meta["rounds"])
         if (finished := ledger.finished()) > self._finished:
             given = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
+            for planned in ledger.planned().values():
+                if planned.metric and planned.metric not in MEASURED:
+                    with suppress(SpecError):
+                        planned.build()  # the module of a leak of one's own says what its metric is
             of_run = replace(self.scores, modality=ledger.modality, size_of=self.size_of, given_labels=given)
             rows = ledger.scores_since(self._finished)
             self.scores = replace(of_run, unordered=ledger.graded_by_clients).extended(rows)
             self._finished = finished
 
     def close(self) -> None:
-        """Close the ledger."""
         self.ledger.close()
 
     @property
     @viewed
     def state(self) -> State:
-        """State of the run: at work, complete, or how it ended."""
         return state_of(self.run, self.ledger)
 
     @property
     @viewed
     def observations(self) -> list[Any]:
-        """Participation of each client in each round."""
         return self.ledger.observations()
 
     @property
     @viewed
     def attacks(self) -> list[Any]:
-        """Rows of the planned attacks."""
         return self.ledger.attacks()
 
     @property
     @viewed
     def participation(self) -> Counter[tuple[int, str]]:
-        """Number of replies by client and status."""
         return Counter((o["client"], o["status"]) for o in self.observations)
 
     @property
@@ -290,18 +290,16 @@ class RunSnapshot:
         """Return the truth that a tester supplied; None without one."""
         if "truth" in self.meta:
             with offline(), suppress(SpecError, OSError):
-                source, dataset = TesterTruth.from_json(self.meta["truth"]), self.scenario.federation.shards.dataset
-                return source.batch(round, client, dataset, self.ledger.nodes())
+                dataset = self.scenario.federation.shards.dataset
+                return TesterTruth(Path(self.meta["truth"])).batch(round, client, dataset, self.ledger.nodes())
         return None
 
     @viewed
     def leakage(self, metric: str) -> list[Leak]:
-        """Return one Leak for each round and name, then one for each name over all rounds."""
         return leakage(self.scores, metric)
 
     @viewed
     def pooled(self, metric: str) -> dict[str, Leak]:
-        """Return the Leaks over all rounds by name."""
         return {leak.attack: leak for leak in self.leakage(metric) if leak.round is None}
 
     @property
@@ -318,7 +316,6 @@ class RunSnapshot:
     @property
     @viewed
     def plan_coverage(self) -> PlanCoverage:
-        """Planned and attacked updates."""
         return plan_coverage(self.ledger, self.tables, self.state == "training")
 
     @property

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Knowledge, Observation, Wave
-from fedgauge.attacks.labels import assignments, auto, fedavg, idlg, ilrg, llg, restore
+from fedgauge.attacks.label_restoration import assignments, auto, fedavg, idlg, ilrg, llg, restore
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.data.images import Dataset, batch_of, mnist5k
-from fedgauge.client.labels import LabelKind
+from fedgauge.client.data.dataset import Dataset, batch_of
+from fedgauge.client.data.images import mnist5k
+from fedgauge.client.gradient import gradient
+from fedgauge.client.label_kinds import LabelKind
+from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.training import gradient, local_sgd
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Params, Update
 from fedgauge.defenses.clip import clip

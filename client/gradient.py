@@ -1,10 +1,7 @@
-"""The gradient of the loss, and `local_sgd`: plain SGD steps that turn it into an update."""
+"""The bare client: the gradient of a model's loss, with layers that draw or keep statistics."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import cycle, islice
 
 import torch
 from torch import Generator, Tensor, nn
@@ -14,12 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fedgauge.client.components import Count, NotNegative, Positive
 from fedgauge.client.models.losses import loss_of
-from fedgauge.client.transforms import Link, UpdateDistribution
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
-
-LOCAL_TRAININGS = ("local_sgd", "local_training", "scaffold")  # the links that turn gradients into an update, by name
 
 
 class StochasticLayer(nn.Module):
@@ -182,117 +175,3 @@ def without_running_stats(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
             layer.track_running_stats = True
         for buffers, mean, variance in held:
             buffers.update(running_mean=mean, running_var=variance)
-
-
-@dataclass(frozen=True)
-class local_sgd(Link):
-    """Local training: turns a gradient function into a weight-change function (FedSGD is one step).
-
-    Args:
-        rate: learning rate of the local steps, > 0.
-        steps: local steps, >= 1. E epochs over n examples in batches of b are E * n / b steps.
-        batch_size: examples a step; step t takes slice t of the round's batch, in order, then from the start again; the
-            last slice may be smaller. Default: the whole batch in every step.
-        proximal_mu: FedProx's proximal weight: mu * (theta - theta_global) is added to each step's gradient.
-
-    Example:
-        >>> local_sgd(rate=0.1, steps=4, batch_size=8).gradients(32)
-        4
-    """
-
-    rate: Positive
-    steps: Count = 1
-    batch_size: Count | None = None
-    proximal_mu: NotNegative = 0.0
-
-    @property
-    def accumulated(self) -> int:
-        """Number of gradients that are averaged for one step."""
-        return 1
-
-    @property
-    def plain(self) -> bool:
-        """Check that each step is one rate times the gradient of the next slice, plus the proximal proximal."""
-        return True
-
-    @property
-    def one_gradient(self) -> bool:
-        """Check that the update is one gradient, times -rate."""
-        return self.steps == 1
-
-    @property
-    def adaptive(self) -> bool:
-        """Check for per-entry step sizes (Adam), with which the update hides the gradient's magnitudes."""
-        return False
-
-    @property
-    def words(self) -> str:
-        """The training in words."""
-        return f"{self.steps} local step{'s' if self.steps > 1 else ''} of SGD"
-
-    def gradients(self, size: int) -> int:
-        """Count the gradients of training on a batch of this size."""
-        return sum(map(len, islice(self.order(size, None), self.steps)))
-
-    def order(self, size: int, rng: Generator | None) -> Iterator[tuple[slice | Tensor, ...]]:
-        """The rows of each gradient of each step, without end; rng None: each epoch in the order given."""
-        length = self.batch_size or size
-        return cycle([(slice(i, i + length),) for i in range(0, size, length)])
-
-    def rate_at(self, step: int) -> float:
-        """The learning rate of a step."""
-        return self.rate
-
-    def direction(self, g: Update, here: Params, memory: dict[str, Update], step: int) -> Update:
-        """The move of a step against which the weights go, for a rate of 1.
-
-        Args:
-            memory: what the optimizer keeps between the steps of a round; it is updated.
-        """
-        return g
-
-    @property
-    def scale(self) -> float:
-        """Change of the weights by one unit of a constant gradient: update ~ -scale * gradient."""
-        return self.rate * self.steps
-
-    def start(self, params: Params, step: int) -> Params:
-        """The weights to which a step adds what the gradients have moved so far."""
-        return params
-
-    @property
-    def beside(self) -> Update | None:
-        """The update's part that is no gradient; None: there is none."""
-        return None
-
-    def update_distribution(self, before: UpdateDistribution) -> UpdateDistribution | None:
-        """Noise of each step is scaled by the rate; over several steps its sum is nearly normal."""
-        if self.steps == 1:
-            return replace(before, sigma=self.rate * before.sigma, scale=self.rate * before.scale)
-        if before.sparse or before.signed:
-            return None
-        variance = before.sigma**2 + 2 * before.scale**2
-        return UpdateDistribution(sigma=self.rate * math.sqrt(self.steps * variance), hidden=before.hidden)
-
-    def __call__(self, compute: UpdateFn) -> UpdateFn:
-        def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            # accumulates the change itself: theta + change - theta would cost 2.5e-6 of rounding
-            change: Update = {}
-            memory: dict[str, Update] = {}
-            for step, parts in enumerate(islice(self.order(len(batch.x), rng), self.steps)):
-                start = self.start(params, step)
-                here = {k: (p + change[k]).to(p.dtype) for k, p in start.items()} if change else start
-                found = [compute(here, Batch(batch.x[rows], batch.y[rows]), rng) for rows in parts]
-                g = found[0]
-                if self.accumulated > 1:
-                    g = {k: sum((other[k] for other in found[1:]), t) / self.accumulated for k, t in g.items()}
-                if self.proximal_mu and change:
-                    proximal = self.proximal_mu * len(parts) / self.accumulated
-                    g = {k: t + proximal * change[k] for k, t in g.items()}
-                rate = self.rate_at(step)
-                moved = self.direction(g, here, memory, step)
-                change = {k: change[k] - rate * t if change else -rate * t for k, t in moved.items()}
-            beside = self.beside
-            return change if beside is None else {k: t + beside[k] for k, t in change.items()}
-
-        return train

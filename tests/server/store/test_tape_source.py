@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Observation
 from fedgauge.client.federation import Federation
-from fedgauge.server.store.uploads import UploadMismatch, as_the_model_has_it
+from fedgauge.server.store.tape_source import UploadMismatch, as_the_model_has_it
 
 Make = Callable[..., Federation]
 

@@ -1,0 +1,273 @@
+"""Private data: which examples a client holds, and which it trains on in a round, as pure functions of the seed.
+
+A dataset has training and test examples. The training examples are split once by the federation's seed: an auxiliary part
+(the attacker's public data, in no shard) and the clients' shards. The test examples are seen by no client.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedgauge.client.data_folder import cached
+from fedgauge.client.label_kinds import check_labels
+from fedgauge.client.models.losses import IGNORED
+from fedgauge.client.rng import generator, seed_of
+from fedgauge.client.update import Batch
+
+Partition = Literal["iid", "dirichlet", "shards"]
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images x (N, C, H, W) uint8 and labels y, for training and for test, with per-channel mean and std.
+
+    Labels are classes (N,) int64, multi-label (N, K) of 0 and 1 as floats, or numbers (N,) or (N, K); classes is then K, or 1.
+    A mask is a class for each pixel, (N, H, W) int64, or 0 and 1 as floats (N, K, H, W).
+
+    Data of other kinds derive from it, with other x and y, and no mean and std. names: of the classes, if they have names.
+    fitted: the arguments that were not given but computed from these examples: one example may then change how all others
+    look, which no epsilon covers. A published dataset's constants are given.
+
+    Example:
+        >>> x, y = torch.zeros(10, 1, 2, 2, dtype=torch.uint8), torch.arange(10)
+        >>> Dataset("ten", x, y, x, y, classes=10, mean=(0.5,), std=(0.25,)).normalise(torch.ones(1, 1, 1, 1)).item()
+        2.0
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.uint8  # of x
+    dimensions: ClassVar[int] = 4  # of x; 0: any
+    further: ClassVar[tuple[str, ...]] = ()  # fields of data of other kinds that a network may ask for
+
+    name: str
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    names: tuple[str, ...] = field(default=(), kw_only=True)
+    fitted: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(C, H, W) of one image; for other kinds of data, the shape of one example."""
+        return tuple(self.x.shape[1:])
+
+    @property
+    def offered(self) -> Mapping[str, object]:
+        """Facts about the data that a network may take as arguments, by name."""
+        return {name: getattr(self, name) for name in ("shape", "classes", *self.further)}
+
+    @property
+    def labelled(self) -> bool:
+        """Check that each example has one label; otherwise its words are its labels."""
+        return Batch(self.x, self.y).labelled
+
+    @property
+    def labels(self) -> Tensor:
+        """(N,) int64, the class of each training example, used to partition by label; zeros where it has none."""
+        return self.y if self.one_class else torch.zeros(len(self.y), dtype=torch.int64)
+
+    @property
+    def one_class(self) -> bool:
+        """Check that the label of an example is one class."""
+        return self.y.dim() == 1 and not self.y.is_floating_point()
+
+    def in_units_of(self, rows: Tensor) -> "Dataset":
+        """The same data in units of these public training examples; pixels, words and cells have units already."""
+        return self
+
+    def check(self) -> None:
+        """Check a user's data; ValueError names the fault."""
+        for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
+            if not isinstance(x, Tensor):
+                raise ValueError(
+                    f"{name} is a {type(x).__name__}, expected one tensor: put several inputs side by side in it"
+                )
+            dimensions = self.dimensions or self.x.dim()
+            if x.dtype != self.dtype or x.dim() != dimensions or not len(x) or x.shape[1:] != self.shape:
+                raise ValueError(
+                    f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {self.dtype}, (N, *{self.shape})"
+                )
+            if y.is_floating_point() and len(y) == len(x):
+                check_labels(y, self.classes)
+                continue
+            words = self.dtype == torch.int64 and y.shape == x.shape
+            mask = self.dtype != torch.int64 and 1 < y.dim() == x.dim() - 1 and len(y) == len(x)
+            if y.dtype != torch.int64 or not (words or mask or y.shape == x.shape[:1]):
+                raise ValueError(
+                    f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 classes (N,), a mask with a "
+                    "class for each pixel, or floats"
+                )
+            known = y[y != IGNORED] if y.dim() > 1 else y  # of words, padding has no label
+            if len(known) and not 0 <= int(known.min()) <= int(known.max()) < self.classes:
+                raise ValueError(
+                    f"the labels of {name} are in {int(known.min())}..{int(known.max())}, expected 0..{self.classes - 1}"
+                )
+        channels = self.shape[0] if self.dtype == torch.uint8 or self.mean else 0
+        if len(self.mean) != channels or len(self.std) != channels or not all(s > 0 for s in self.std):
+            raise ValueError(
+                f"mean {self.mean} and std {self.std} should be {channels} numbers each, those of std above 0"
+            )
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """x (..., C, H, W) in [0, 1] to zero mean and unit variance per channel; x itself if there is no mean."""
+        if not self.mean:
+            return x
+        mean, std = (by_channel(v, len(self.shape), x) for v in (self.mean, self.std))
+        return (x - mean) / std
+
+    def in_units(self, inputs: Tensor) -> Tensor:
+        """The inverse of `normalise`."""
+        if not self.mean:
+            return inputs
+        mean, std = (by_channel(v, len(self.shape), inputs) for v in (self.mean, self.std))
+        return inputs * std + mean
+
+
+def by_channel(values: Sequence[float], dimensions: int, like: Tensor) -> Tensor:
+    """One number for each channel, to be computed with examples of so many dimensions (C, ...)."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, *[1] * (dimensions - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """A dataset split among clients.
+
+    Args:
+        dataset: source of the images.
+        indices: for each client, its training images.
+        auxiliary: indices of the training images that no client holds: what a server may know about the distribution.
+        batch_size: examples a client trains on in a round.
+        seed: the federation's seed.
+        canaries: each client's canary examples, some of them among its training images; empty by default.
+    """
+
+    dataset: Dataset
+    indices: tuple[Tensor, ...]
+    auxiliary: Tensor
+    batch_size: int
+    seed: int
+    canaries: tuple[Tensor, ...] = ()
+
+    def rows_at(self, client: int, round: int) -> Tensor:
+        """Return the rows (B,) of a client's batch in a round: batch_size of its shard, without repeats."""
+        mine = self.indices[client]
+        order = torch.randperm(len(mine), generator=generator(self.seed, "batch", client, round))
+        return mine[order[: self.batch_size]]
+
+    def batch_at(self, client: int, round: int) -> Batch:
+        """The examples that a client trains on in a round."""
+        return batch_of(self.dataset.x, self.dataset.y, self.rows_at(client, round))
+
+    def auxiliary_batch(self) -> Batch:
+        """The whole auxiliary split."""
+        return batch_of(self.dataset.x, self.dataset.y, self.auxiliary)
+
+
+def batch_of(x: Tensor, y: Tensor, indices: Tensor) -> Batch:
+    """Select examples with their labels; pixels (uint8) become float32 in [0, 1].
+
+    Args:
+        x: (N, ...), pixels as uint8, or other examples in their own dtype.
+        y: (N, ...) labels.
+        indices: (B,) int64, rows of x and y.
+
+    Example:
+        >>> x, y = torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([7, 8, 9])
+        >>> batch_of(x, y, torch.tensor([1, 2])).x.flatten()
+        tensor([0.2000, 1.0000])
+    """
+    chosen = x[indices]
+    return Batch(chosen.float() / 255 if x.dtype == torch.uint8 else chosen, y[indices])
+
+
+def split(
+    dataset: Dataset,
+    clients: int,
+    seed: int,
+    partition: Partition = "iid",
+    alpha: float = 0.5,
+    shards_per_client: int = 2,
+    batch_size: int = 1,
+    auxiliary: int = 1000,
+) -> Shards:
+    """Split a dataset's training images among clients, with partitioners from flwr-datasets.
+
+    Args:
+        partition: iid; dirichlet (label proportions drawn with concentration alpha); shards (sorted by label, each client
+            gets shards_per_client pieces).
+        alpha: of dirichlet, above 0; smaller is more uneven.
+        shards_per_client: of shards, at least 1.
+        batch_size: examples that a client trains on in a round, at least 1; fewer leak more.
+        auxiliary: examples set aside as the attacker's knowledge of the distribution, at least 1; no client holds them.
+
+    Raises:
+        ValueError: more clients than examples, or a shard that holds less than one batch.
+
+    Example:
+        >>> x, y = torch.zeros(10, 1, 2, 2, dtype=torch.uint8), torch.arange(10)
+        >>> dataset = Dataset("ten", x, y, x, y, classes=10, mean=(0.0,), std=(1.0,))
+        >>> [len(rows) for rows in split(dataset, clients=2, seed=0, auxiliary=4).indices]
+        [3, 3]
+    """
+    least_one = {"batch_size": batch_size, "auxiliary": auxiliary, "shards_per_client": shards_per_client}
+    for name, value in {"clients": clients, **least_one}.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if dataset.labelled and not dataset.one_class and partition != "iid":
+        raise ValueError(f'partition = "{partition}" needs one class an example: use "iid"')
+    if not alpha > 0:
+        raise ValueError(f"alpha must be above 0, got {alpha}")
+    total = len(dataset.y)
+    if total - auxiliary < clients * batch_size:
+        raise ValueError(
+            f"{dataset.name} has {total} training examples, fewer than auxiliary {auxiliary} and {clients} clients x batch_size "
+            f"{batch_size}: lower one of them"
+        )
+    order = torch.randperm(total, generator=generator(seed, "split"))
+    kept, aside = order[auxiliary:].sort().values, order[:auxiliary].sort().values
+    labels = dataset.labels[kept].numpy()
+    key = (dataset.name, hashlib.sha256(labels.tobytes()).hexdigest(), clients, seed, partition, alpha, batch_size)
+    owner = cached(
+        "partition-" + hashlib.sha256(repr((*key, shards_per_client)).encode()).hexdigest()[:24],
+        lambda: {"owner": _owners(labels, clients, seed, partition, alpha, shards_per_client, batch_size)},
+    )["owner"]
+    indices = tuple(kept[torch.from_numpy(np.flatnonzero(owner == c))] for c in range(clients))
+    if (least := min(map(len, indices))) < batch_size:
+        raise ValueError(
+            f"a shard has {least} examples, fewer than batch_size {batch_size}: raise alpha, or lower clients"
+        )
+    return Shards(dataset, indices, aside, batch_size, seed)
+
+
+def _owners(
+    labels: np.ndarray, clients: int, seed: int, partition: Partition, alpha: float, per_client: int, batch_size: int
+) -> np.ndarray:
+    """For each training image the client that holds it."""
+    import datasets  # seconds to import, and needed only where the partition is not cached yet
+    from flwr_datasets import partitioner as partitioners
+
+    seed = seed_of(seed, "partition") % 2**32
+    order = np.arange(len(labels))
+    if partition == "iid":
+        # flwr-datasets' iid partitioner assigns rows in their order, so the order is drawn here
+        order = np.random.default_rng(seed).permutation(len(labels))
+        chosen = partitioners.IidPartitioner(num_partitions=clients)
+    elif partition == "dirichlet":
+        chosen = partitioners.DirichletPartitioner(
+            clients, "label", alpha, min_partition_size=batch_size, self_balancing=False, seed=seed
+        )
+    else:
+        chosen = partitioners.ShardPartitioner(clients, "label", num_shards_per_partition=per_client, seed=seed)
+    chosen.dataset = datasets.Dataset.from_dict({"label": labels[order].tolist(), "row": order.tolist()})
+    owner = np.full(len(labels), -1, dtype=np.int32)
+    for c in range(clients):
+        owner[np.asarray(chosen.load_partition(c)["row"], dtype=np.int64)] = c
+    return owner
