@@ -3,7 +3,6 @@
 It reconstructs argmin_x likelihood(seen, forward(x)) + sum of weight * prior(x), for K observations x R restarts together.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -82,7 +81,7 @@ class GradientMatching(Attack):
         Raises:
             SearchFails: that is impossible.
         """
-        started = time.perf_counter()
+        clock = Deadline(budget.seconds)
         try:
             problems = self._problems(wave, known, budget.restarts, streams)
             rows, starts = torch.arange(problems.count), partial(problems.starts, streams=streams)
@@ -96,7 +95,7 @@ class GradientMatching(Attack):
         outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock))
         images = problems.joined(variables["x"], rows)
         labels = problems.joined_labels(variables, rows)
-        return EveryRestart(images, labels, outcome, problems, time.perf_counter() - started)
+        return EveryRestart(images, labels, outcome, problems)
 
     def _problems(self, wave: Wave, known: Knowledge, restarts: int, streams: Streams) -> Problems:
         refuse(parameter_problem(known.model, wave.params))
@@ -154,7 +153,6 @@ class EveryRestart:
     labels: Tensor
     outcome: OptimizationResult
     problems: Problems
-    seconds: float
 
     @cached_property
     def objectives(self) -> Tensor:
@@ -179,6 +177,6 @@ def _answers(found: EveryRestart, budget: Budget) -> list[Reconstruction]:
         row = k * problems.restarts + best
         x = problems.known.examples(found.images[row]).to(problems.dtype)
         status, reason, done = found.ended(k, x, budget)
-        share, objective = found.seconds / len(found.objectives), float(found.objectives[k, best])
-        answers.append(Reconstruction(x, found.labels[row], objective, done, share, status, reason))
+        objective = float(found.objectives[k, best])
+        answers.append(Reconstruction(x, found.labels[row], objective, done, 0.0, status, reason))
     return answers
