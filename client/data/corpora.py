@@ -106,7 +106,7 @@ def csv(
         if classes is None and len(labels) > 1 and len(set(labels)) < 2:
             raise ValueError(f"{path} has sentences of one class only: there is nothing to learn")
     rows = [(row[0], y) for row, y in zip(kept, labels, strict=True)]
-    corpus = _corpus(rows, held_out(len(rows), test).tolist())
+    corpus = _corpus(rows, held_out(len(rows), test, path).tolist())
     found = _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
     fitted = ("classes",) if task == "classification" and classes is None else ()
     own = ("tokenizer",) if tokenizer == WORDPIECE and tokenizer_folder is None else ()
@@ -140,19 +140,19 @@ def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[
     return [place[v] for v in written]
 
 
-def held_out(count: int, share: float) -> Tensor:
+def held_out(count: int, share: float, path: Path) -> Tensor:
     """Choose the test part by position only, so that no example's content moves another. Never all or none."""
     if count < 2:
-        raise ValueError(f"expected at least two examples, one of them for test, got {count}")
+        raise ValueError(f"{path} needs at least two examples, one of them for test, and has {count}")
     order = torch.randperm(count, generator=generator("test part", count))
     chosen = torch.zeros(count, dtype=torch.bool)
     chosen[order[: min(max(1, round(share * count)), count - 1)]] = True
     return chosen
 
 
-def parted(x: Tensor, y: Tensor, share: float) -> Parts:
+def parted(x: Tensor, y: Tensor, share: float, path: Path) -> Parts:
     """Divide examples into those for training and those for test."""
-    tested = held_out(len(x), share)
+    tested = held_out(len(x), share, path)
     return x[~tested], y[~tested], x[tested], y[tested]
 
 

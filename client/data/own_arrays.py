@@ -114,7 +114,7 @@ def read_parts(path: Path, test: float) -> Parts:
     if len(x) != len(y):
         raise ValueError(f"{path} has {len(x)} examples and {len(y)} labels")
     if "x_test" not in stored:
-        return parted(x, y, test)
+        return parted(x, y, test, path)
     return x, y, torch.from_numpy(stored["x_test"]), _labels(stored["y_test"], x)
 
 

@@ -57,7 +57,7 @@ def image_folder(
         raise ValueError(f"{path}: the sub-folder {min(empty)!r} has no picture ({', '.join(SUFFIXES)})")
     x = _stacked([_picture(file, str(file), size, grey) for *_, file in pictures], path)
     y = torch.tensor(numbers([name for _, name, _ in pictures], names, f"{path}: a sub-folder"), dtype=torch.int64)
-    made = _dataset(path, parted(x, y, test), None if classes is None else len(names), mean, std)
+    made = _dataset(path, parted(x, y, test, path), None if classes is None else len(names), mean, std)
     return replace(made, classes=len(names), names=names)
 
 
@@ -134,7 +134,7 @@ def hugging_face(
         written = {part: numbers(values, names, f"{path}: column {label!r}") for part, values in written.items()}
     labels = {part: torch.tensor(values) for part, values in written.items()}
     x, y = pictures(used["train"]), labels["train"]
-    divided = (x, y, pictures(used["test"]), labels["test"]) if "test" in used else parted(x, y, test)
+    divided = (x, y, pictures(used["test"]), labels["test"]) if "test" in used else parted(x, y, test, path)
     return replace(_dataset(path, divided, len(known) or None, mean, std), names=names)
 
 

@@ -90,7 +90,7 @@ def table(
     if missing == "drop":
         whole = _whole(features)
         features, labels = {name: column[whole] for name, column in features.items()}, labels[whole]
-    tested = held_out(len(labels), test)
+    tested = held_out(len(labels), test, path)
     if target == "number" or (target == "auto" and classes is None and _are_numbers(labels)):
         y = torch.from_numpy(labels.astype(np.float64)).float()
         agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)

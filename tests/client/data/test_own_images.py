@@ -130,9 +130,9 @@ def test_unusable_parts_are_named(pictures: Path, tmp_path: Path) -> None:
 
 @given(count=st.integers(2, 60), share=st.floats(0.01, 0.99))
 def test_a_share_is_tested_never_all_or_none(count: int, share: float) -> None:
-    tested = held_out(count, share)
+    tested = held_out(count, share, Path("own"))
     assert tested.sum() == min(max(1, round(share * count)), count - 1)
-    assert torch.equal(tested, held_out(count, share))
+    assert torch.equal(tested, held_out(count, share, Path("own")))
 
 
 def with_names_of_their_own(pictures: Path) -> Path:
