@@ -337,7 +337,7 @@ def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> i
     return sum(len(alike) * sum(len(plan.targets(alike[0], seen, p)) for p in plan.attacks) for alike in kinds.values())
 
 
-def component_of(text: str, option: str) -> dict[str, Any]:
+def component_of(text: str, option: str) -> Table:
     """Parse a component with settings from an option.
 
     Example:

@@ -102,14 +102,6 @@ def test_an_update_belongs_to_its_sender_whatever_client_it_claims(doorway: Any)
     assert [(a.client, a.examples) for a in at.intakes[0].accepted] == [(0, 2), (1, 7)]
 
 
-def test_a_replayed_reply_counts_as_none(doorway: Any) -> None:
-    at = doorway()
-    first = at.honest(1)
-    at.answer(at.honest(0), first, first)
-    assert [a.client for a in at.intakes[0].accepted] == [0]
-    assert [(s.client, s.reason) for s in at.intakes[0].refused] == [(1, "the client answered 2 times")]
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_metric_that_is_not_finite_poisons_no_weight(doorway: Any, value: float) -> None:
     at = doorway()
