@@ -34,7 +34,8 @@ def reproduce_table(paper_table: PaperTable, output: Path | None, jobs: int) -> 
             console.print(f"{done} of {total}: {found[0].cell}, {found[0].attack}: {figures}", soft_wrap=True)
     order = [cell.name for cell in paper_table.cells]
     print_table(figures_table(sorted(rows, key=lambda row: order.index(row.cell)), paper_table.title))
-    print(paper_table.note)
+    if paper_table.note:
+        print(paper_table.note)
     if output is not None:
         print(f"kept in {output}", file=sys.stderr)
 

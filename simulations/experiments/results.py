@@ -65,8 +65,9 @@ class ResultsFile(Generic[Row]):
         there = {"version": 1, **kept, **kept["environment"]}
         for key in ("name", "version", "seed", "computed", "python", "commit", "packages"):
             if there.get(key) != here.get(key):
-                words = "" if key == "computed" else f" ({there.get(key)} there, {here.get(key)} here)"
-                raise SpecError(f"{self.path} is of another {key}{words}; name another file, or remove this one")
+                words = f"another {key} ({there.get(key)} there, {here.get(key)} here)"
+                words = "other cells, or settings of them" if key == "computed" else words
+                raise SpecError(f"{self.path} is of {words}; name another file, or remove this one")
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -55,7 +55,10 @@ def test_a_damaged_run_is_listed_as_such_next_to_the_others(attacked: Run, capsy
     told = capsys.readouterr()
     assert attacked.name in told.out and "complete" in told.out
     lines = [line.split() for line in told.out.splitlines()]
-    assert [line for line in lines if "unreadable" in line] == [["emptied", "unreadable"], ["damaged", "unreadable"]]
+    assert [line[:2] for line in lines if "unreadable" in line] == [
+        ["emptied", "unreadable"],
+        ["damaged", "unreadable"],
+    ]
     assert str(runs / "damaged" / "ledger.sqlite") in told.err
 
 

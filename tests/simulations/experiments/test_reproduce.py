@@ -98,7 +98,7 @@ def test_figures_say_what_budget_the_paper_had() -> None:
     [
         (sentences(cell={"model": {"use": "lenet"}}), "lenet"),
         (paper_table(data={"use": "mnist5k", "length": 8}), "'length'"),
-        (sentences({"length": 2}), "length = 2"),
+        (sentences({"length": 2}), "raise length"),
         (sentences(n=10_000), "10000 updates"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_finished_file_is_read_and_its_time_goes_on(tmp_path: Path) -> None:
         ({"name": "other"}, {}, "another name"),
         ({"version": 2}, {}, "another version"),
         ({}, {"seed": 3}, "another seed"),
-        ({}, {"n": 3}, "another computed"),
+        ({}, {"n": 3}, "other cells"),
         ({"environment": {"python": "2.7", "packages": {}}}, {}, "another python"),
         ({"rows": [{"cell": "mlp"}]}, {}, "row"),
         ({"rows": [{"here": "abc"}]}, {}, "'abc'"),
