@@ -29,8 +29,6 @@ LEAST = 1e-6  # an error below it is that of few draws
 
 @dataclass(frozen=True)
 class CandidateBound(ErrorLimit):
-    """The bound for images of any distribution."""
-
     def assumes(self, fed: Federation, batch: str) -> list[str]:
         known = "labels, the rest of the batch and the private image known up to a few auxiliary images of its class"
         return [batch, "a bound for images of any distribution", known]
@@ -79,11 +77,6 @@ def bayes_error(updates: Tensor, x: Tensor, noise: UpdateDistribution, rng: Gene
 
     Args:
         updates: (N, P) noise-free; x: (N, d).
-
-    Example:
-        >>> x, alike = torch.tensor([[0.0], [1.0]]), torch.zeros(2, 3)  # a coin's variance
-        >>> bayes_error(alike, x, UpdateDistribution(sigma=1.0), torch.Generator())
-        0.25
     """
     x, count = x.double(), len(x)
     draws = DRAWS

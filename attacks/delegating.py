@@ -25,7 +25,6 @@ class DelegatingAttack(Attack):
 
     @cached_property
     def inner(self) -> Attack:
-        """The attack that does the work."""
         if isinstance(self.attack, Attack):
             return self.attack
         built: Attack = build({"use": self.attack} if isinstance(self.attack, str) else self.attack, "attack", ATTACK)

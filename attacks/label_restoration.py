@@ -76,9 +76,8 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
 def learns(known: Knowledge) -> bool:
     """Return whether `restore` may learn a rule: the chain changes what published methods read, and there are images."""
     bare = known.chain.local.one_gradient and all(link is known.chain.local for link in known.chain.links)
-    numbers = (
-        known.auxiliary is not None and known.auxiliary.x.is_floating_point()
-    )  # not words, whose networks are large
+    # not words, whose networks are large
+    numbers = known.auxiliary is not None and known.auxiliary.x.is_floating_point()
     return not bare and numbers and not known.plain
 
 
@@ -93,9 +92,10 @@ def _learned(wave: Wave, known: Knowledge, dummies: "Dummies", labels: list[Tens
     if rule is None or not rule.better:
         return labels
     seen = [rows(wave.alone(k)) for k in range(len(wave))]
-    told = [bool(r.isfinite().all() and r.any()) for r in seen]
+    informative = [bool(r.isfinite().all() and r.any()) for r in seen]
     return [
-        _labels(rule.counts(r[None])[0].numpy()) if tells else y for r, tells, y in zip(seen, told, labels, strict=True)
+        _labels(rule.counts(r[None])[0].numpy()) if known else y
+        for r, known, y in zip(seen, informative, labels, strict=True)
     ]
 
 
@@ -134,14 +134,6 @@ def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
 
     Reference:
         Zhao, Mopuri and Bilen, iDLG: improved deep leakage from gradients, 2020, arXiv 2001.02610.
-
-    Example:
-        >>> from fedgauge.client.chain import chain
-        >>> from fedgauge.client.local_training import local_sgd
-        >>> model = torch.nn.Linear(1, 3)
-        >>> known = Knowledge(model, chain(local_sgd(0.1)), (1,), classes=3, batch_size=1, mean=(), std=())
-        >>> idlg({"weight": torch.zeros(3, 1), "bias": torch.tensor([-0.02, 0.05, -0.03])}, {}, known)
-        tensor([1])
     """
     weight, bias = _gradient(update, known)
     if not _telling(weight, bias):
@@ -213,9 +205,6 @@ def assignments(labels: Tensor, size: int, most: int, rng: Generator, epochs: in
 
     Args:
         epochs: passes through the batch, each in its own order.
-
-    >>> assignments(torch.tensor([0, 0, 7]), 1, 8, torch.Generator()).tolist()
-    [[0, 0, 7], [0, 7, 0], [7, 0, 0]]
     """
     batch, found = sorted(labels.tolist()), set[tuple[int, ...]]()
     for _ in range(TRIES * most):  # of few assignments, all are drawn
@@ -253,7 +242,6 @@ def _is_pair(known: Knowledge) -> bool:
 
 
 def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, dummies: "Dummies") -> Tensor:
-    """The labels under another loss than the cross-entropy."""
     if known.batch_size > 1 and type(known.label_kind) in (LabelKind, Binary):
         return _restored(update, params, known, lambda before, after: before, outputs)
     of_weight, of_bias = layer_parameters(_classifier(known))
@@ -288,12 +276,10 @@ def _of_logits(features: Tensor, known: Knowledge, params: Params, logits: Tenso
 
 
 def _exact(t: Tensor) -> Tensor:
-    """In float64 on the CPU, for scipy."""
     return t.detach().to("cpu", torch.float64)
 
 
 def _whole(bias: Tensor | None) -> bool:
-    """Return whether there is a bias gradient with all its entries."""
     return bias is not None and bool((bias != 0).all())
 
 

@@ -6,7 +6,7 @@ remainder can be learned: the same linear map for all classes, from a class's ro
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,7 +58,6 @@ class LabelRule:
         return bool(self.share > self.other)
 
     def scores(self, rows: Tensor) -> Tensor:
-        """(n, classes) of rows (n, classes, D)."""
         return (rows / self.size - self.middle) @ self.weights + self.usual
 
     def counts(self, rows: Tensor) -> Tensor:
@@ -87,13 +86,7 @@ def likeliest_counts(value: Tensor) -> Tensor:
     return counts
 
 
-def label_rule(
-    known: Knowledge,
-    params: Params,
-    rows: Rows,
-    published: Callable[[Update], Tensor],
-    cache: TensorCache | None = None,
-) -> LabelRule | None:
+def label_rule(known: Knowledge, params: Params, rows: Rows, published: Callable[[Update], Tensor]) -> LabelRule | None:
     """The rule for a threat model and weights.
 
     None if there are too few auxiliary images, if its updates are drawn one by one, or if the classifier is too wide.
@@ -109,8 +102,7 @@ def label_rule(
     model = (str(known.model), known.model.training, params, dict(known.model.named_buffers()))
     threat = (known.chain, known.batch_size, known.mean, known.std, known.loss)
     name = f"labels-{digest(VERSION, *model, *images, *threat)}"
-    cache = replace(cache or TensorCache.own(), device=torch.device("cpu"))
-    return LabelRule(**cache.get(name, lambda: _learned(known, params, rows, published, name)))
+    return LabelRule(**TensorCache.own().get(name, lambda: _learned(known, params, rows, published, name)))
 
 
 def _learned(
@@ -133,7 +125,6 @@ def _learned(
 
 
 def _updates(known: Knowledge, params: Params, rows: Rows) -> int:
-    """Return the number of updates to simulate."""
     images = 0 if known.auxiliary is None else len(known.auxiliary.y)
     few = min(UPDATES, NUMBERS // rows(params).numel())
     return max(min(few, min(EXAMPLES, PER_IMAGE * images) // known.batch_size), FEWEST)
@@ -197,5 +188,4 @@ def _counts(y: Tensor, classes: int) -> Tensor:
 
 
 def _overlap(found: Tensor, real: Tensor) -> Tensor:
-    """The mean share of each batch's labels that were counted."""
     return torch.minimum(found, real).sum(1).double().mean() / real[0].sum()

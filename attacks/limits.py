@@ -268,8 +268,6 @@ def _errors(known: Knowledge, params: Params, pool: Tensor) -> Tensor:
 
 
 class ErrorLimit(Measure):
-    """A limit on the mean squared error of every attack."""
-
     needs_truth: ClassVar[bool] = False
 
     metric = mse.name
@@ -314,9 +312,6 @@ def reconstruction_robustness(prior_success: float, sigma: float, releases: int 
         prior_success: kappa, the success rate of the best guess without an update, in [0, 1].
         sigma: noise over sensitivity, above 0.
         releases: T, of the same record under fresh noise.
-
-    >>> round(reconstruction_robustness(0.1, sigma=1.0), 4)
-    0.3891
     """
     if not 0 < prior_success < 1:  # under a bounded density ratio, success probabilities 0 and 1 stay as they are
         return prior_success

@@ -33,6 +33,7 @@ from fedgauge.client.components import (
     check_arguments,
     coerce,
     is_own,
+    settings_of,
 )
 
 MEMBERSHIP = "fedgauge.membership"  # the registry's group of tests of membership
@@ -88,13 +89,21 @@ class PlannedAttack:
 
     @classmethod
     def from_table(cls, table: Table, where: str) -> "PlannedAttack":
-        """From an [[attack]] table; SpecError names what is wrong in it."""
+        """Read an `[[attack]]` table.
+
+        Args:
+            table: as `tomllib` parses it.
+            where: its place in the scenario, for messages.
+
+        Raises:
+            SpecError: the message names the mistake.
+        """
         spent = {k: v for k, v in table.items() if k in _BUDGET}
         component = {k: v for k, v in table.items() if k not in _OWN}
         attack = build(component, where, ATTACK, more_keys=_OWN)
         own = {k: v for k, v in table.items() if k in _OWN and k not in _BUDGET}
         arguments = check_arguments(cls, {**own, "name": attack_name(table), "table": component}, where)
-        budget = call(Budget, check_arguments(Budget, spent, where), where)
+        budget = settings_of(Budget, spent, where)
         planned: PlannedAttack = call(cls, {**arguments, "budget": budget}, where)
         if not _NAME.fullmatch(planned.name) or planned.name in LIMITS:  # it becomes part of a file name
             raise SpecError(f"{where}: name: at most 64 letters, digits, - and _, and no limit's, got {planned.name!r}")
@@ -104,24 +113,17 @@ class PlannedAttack:
         return planned
 
     def images(self, where: str = "[[attack]]") -> Auxiliary:
-        """Return the auxiliary images it has; a SpecError names the fault in the table."""
-        arguments = check_arguments(Auxiliary, self.auxiliary or {}, f"{where}: auxiliary")
-        auxiliary: Auxiliary = call(Auxiliary, arguments, f"{where}: auxiliary")
-        return auxiliary
+        return settings_of(Auxiliary, self.auxiliary or {}, f"{where}: auxiliary")
 
     def build(self) -> Attack:
-        """The attack itself."""
         where = f"[[attack]] {self.name}"
         if self.is_limit:
-            arguments = {k: v for k, v in self.table.items() if k != "use"}
-            limit: Measure = call(LIMITS[self.name], check_arguments(LIMITS[self.name], arguments, where), where)
-            return limit
+            return settings_of(LIMITS[self.name], {k: v for k, v in self.table.items() if k != "use"}, where)
         built: Attack = build(self.table, where, self.kind)
         return built
 
     @property
     def is_baseline(self) -> bool:
-        """Return whether it is a baseline, which reconstructs without reading the update."""
         return self.name in BASELINES
 
     @property
@@ -131,9 +133,9 @@ class PlannedAttack:
 
     @cached_property
     def metric(self) -> str:
-        """The metric that it headlines, if it reconstructs nothing; empty of an attack that reconstructs.
+        """The metric to report for an attack that reconstructs nothing; empty for an attack that reconstructs.
 
-        Of a user's own attack a ledger has it (`to_json`), as a module that may not be loaded is also listed.
+        The ledger keeps it for a user's own attack (`to_json`), which is also listed if its module may not be loaded.
         """
         try:
             return self.build().metric
@@ -164,7 +166,7 @@ class PlannedAttack:
             return False
 
     def to_json(self) -> str:
-        """Every field on one line, equal for equal plans: part of a job's key, and what a worker receives."""
+        """Return every field as one line of JSON, equal for equal plans: part of a job's key, and what a worker receives."""
         spec = {k: v for k, v in dataclasses.asdict(self).items() if k not in _OMITTED or v != _OMITTED[k]}
         if not self.is_limit and self.metric and not is_own(self.table, self.kind):
             spec["question"] = self.metric
@@ -172,10 +174,10 @@ class PlannedAttack:
 
     @classmethod
     def from_json(cls, text: str) -> "PlannedAttack":
-        """The inverse of `to_json`.
+        """Read the text that `to_json` wrote.
 
         Raises:
-            SpecError: it wrote no such text.
+            SpecError: the text is not of that form.
         """
         where = "a planned attack"
         try:
@@ -183,9 +185,8 @@ class PlannedAttack:
         except (ValueError, RecursionError) as error:
             raise SpecError(f"{where} cannot be read: {error}") from error
         metric = coerce(stored.pop("question", ""), str, f"{where}: question")
-        spent = check_arguments(Budget, coerce(stored.pop("budget", {}), dict, f"{where}: budget"), where)
-        arguments = {**check_arguments(cls, stored, where), "budget": call(Budget, spent, where)}
-        planned: PlannedAttack = call(cls, arguments, where)
+        budget = settings_of(Budget, stored.pop("budget", {}), f"{where}: budget")
+        planned: PlannedAttack = call(cls, {**check_arguments(cls, stored, where), "budget": budget}, where)
         if not planned.is_limit and not is_own(planned.table, planned.kind):
             vars(planned).update(metric=metric)
         return planned
@@ -272,7 +273,6 @@ class AttackPlan(Checked):
         return plan
 
     def attacks_round(self, round: int) -> bool:
-        """Return whether the plan attacks a round (1-based)."""
         return round in self.rounds if self.rounds is not None else (round - 1) % self.every == 0
 
     def targets(self, round: int, seen: Collection[int], planned: PlannedAttack | None = None) -> list[int]:
@@ -322,12 +322,7 @@ def modalities_of(use: str) -> list[type[Modality]]:
 
 
 def describe(value: Any) -> str:
-    """Write a component table on one line, for tables and threat-model cards.
-
-    Example:
-        >>> describe({"use": "clip", "max_norm": 1.0, "each": True})
-        'each clip(max_norm=1.0)'
-    """
+    """Write a component table on one line, for tables and threat-model cards."""
     arguments = ", ".join(
         f"{k}={describe(v) if isinstance(v, dict) and 'use' in v else v}"
         for k, v in value.items()

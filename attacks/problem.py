@@ -37,6 +37,5 @@ class Unattackable(ValueError):
 
 
 def refuse(problem: Problem | None) -> None:
-    """Raise Unattackable if there is a problem."""
     if problem is not None:
         raise Unattackable(problem)

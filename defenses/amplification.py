@@ -53,12 +53,7 @@ def _losses(part: float, noise: float) -> Any:
 
 
 def sampled_delta(epsilons: NDArray[np.float64], part: float, noise: float) -> NDArray[np.float64]:
-    """One round's delta at each epsilon, which may be negative: replacement has no direction.
-
-    Example:
-        >>> sampled_delta(np.array([0.0]), part=0.1, noise=1.0).round(4)  # 0.1 * (Phi(1/2) - Phi(-1/2))
-        array([0.0383])
-    """
+    """One round's delta at each epsilon, which may be negative: replacement has no direction."""
     from scipy.special import log_ndtr, ndtr
 
     size = np.abs(epsilons)

@@ -26,7 +26,6 @@ class RandomBits:
 
     @classmethod
     def secret(cls) -> "RandomBits":
-        """With a key from the operating system's entropy."""
         return cls(secrets.token_bytes(32))
 
     def below(self, exponent: int, count: int) -> Whole:
@@ -57,7 +56,6 @@ class RandomBits:
         return found
 
     def exp_minus_one(self, count: int) -> Flags:
-        """True with probability exp(-1), (count,)."""
         return self.exp_minus(np.ones(count, np.int64), 0)
 
 

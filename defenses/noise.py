@@ -130,7 +130,6 @@ class discrete(_Noise):
         return self.with_bits(update, RandomBits.secret())
 
     def with_bits(self, update: Update, bits: RandomBits) -> Update:
-        """The update with noise of these bits."""
         step = (self.alone.sigma or self.alone.scale) / STEPS
         draws = normal_draws if isinstance(self.law, gaussian) else laplace_draws
 

@@ -99,7 +99,6 @@ class ClientSession:
         return cls(**{**cast(dict[str, Any], state), **lists}) if state else None
 
     def to_record(self) -> Record:
-        """As plain values."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
@@ -136,7 +135,6 @@ class PairwiseMasking(Checked, SecureSum):
 
     @property
     def least(self) -> int:
-        """The threshold."""
         return 2 * self.group // 3 + 1 if self.threshold is None else self.threshold
 
     @property
@@ -382,7 +380,6 @@ def _one_way(member: ClientSession, other: int, sends: bool, purpose: bytes) -> 
 
 
 def _cipher(member: ClientSession, other: int, sends: bool) -> Any:
-    """The cipher for shares."""
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
     return ChaCha20Poly1305(_one_way(member, other, sends, b"shares"))

@@ -11,13 +11,7 @@ SECRET = 32  # bytes of keys, seeds and tags
 
 
 def shamir_share(secret: int, threshold: int, count: int) -> list[int]:
-    """The values at 1..count of a random polynomial of degree threshold - 1 that is the secret at 0.
-
-    Example:
-        >>> first, _, third = shamir_share(1234, threshold=2, count=3)
-        >>> shamir_combine({1: first, 3: third})
-        1234
-    """
+    """The values at 1..count of a random polynomial of degree threshold - 1 that is the secret at 0."""
     drawn = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     return [evaluate_polynomial([secret, *drawn], x) for x in range(1, count + 1)]
 

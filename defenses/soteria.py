@@ -32,6 +32,9 @@ class soteria(Link):
     Args:
         layer: name of a fully connected layer; its input is r; default: the one with the most weights.
         rate: the part of the features that is pruned, 0 <= rate < 1.
+
+    Raises:
+        ValueError: rate is out of its range, or the model has no such layer.
     """
 
     model: nn.Module = field(repr=False)
@@ -52,7 +55,6 @@ class soteria(Link):
 
     @property
     def weight(self) -> str:
-        """Name of the only parameter that is changed."""
         return f"{self.layer}.weight"
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
@@ -93,7 +95,6 @@ class soteria(Link):
         return found
 
     def _representation(self, params: Params, x: Tensor) -> Tensor:
-        """The layer's input (B, k)."""
         seen: list[Tensor] = []
         layer = self.model.get_submodule(str(self.layer))
         with layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])):

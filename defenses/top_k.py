@@ -50,12 +50,7 @@ class top_k(StatefulTransform):
 
 
 def largest(update: Update, keep: float) -> Update:
-    """The largest round(keep * entries) entries of an update, at least one, with all ties; zeros elsewhere.
-
-    Example:
-        >>> largest({"a": torch.tensor([1.0, -4.0]), "b": torch.tensor([3.0])}, keep=0.33)
-        {'a': tensor([ 0., -4.]), 'b': tensor([0.])}
-    """
+    """The largest round(keep * entries) entries of an update, at least one, with all ties; zeros elsewhere."""
     magnitudes = torch.cat([t.detach().abs().flatten() for t in update.values()])
     threshold = magnitudes.topk(max(1, round(keep * magnitudes.numel()))).values[-1]
     return {k: torch.where(t.abs() >= threshold.to(t), t, torch.zeros_like(t)) for k, t in update.items()}

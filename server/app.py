@@ -73,7 +73,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     # in a deployment a client may never come back, and the rounds go on with the others
     inner = build_strategy(scenario.strategy, protocol.clients, 1 if ledger.deployed else None)
     if start is not None:
-        checkpoint.restore(inner, start.strategy)
+        vars(inner).update(start.strategy)
     seen: list[Participation] = []
     malicious = _malicious(run, ledger, scenario, inner)
     together = protocol.secure_sum if ledger.deployed else None  # a simulation's is the checked strategy's
@@ -221,4 +221,4 @@ def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:
     except checkpoint.StateNotSavable as error:
         checkpoint.mark_not_resumable(run.folder, str(error))
     except OSError as error:  # e.g. a full disk; the previous checkpoint is still complete
-        ledger.set_meta(checkpoint=f"round {at.round} has no checkpoint: {error.strerror or error}")
+        ledger.add_problem("checkpoint", f"there is no checkpoint: {error.strerror or error}", at.round)

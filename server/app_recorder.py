@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -34,7 +34,7 @@ from fedgauge.server.store.scenario import TapeOptions
 from fedgauge.server.store.tape import DTYPES
 from fedgauge.server.views.outcomes import none_accepted
 
-MOST_WAITING = 1 << 30  # bytes of replies that wait to be written; beyond it the app waits, as no reply may be lost
+MOST_WAITING = 1 << 30  # bytes of replies that wait to be written; while there are more, replies lose their arrays
 MOST_ROUNDS = 10**6  # a larger number in a message is not a round
 EXAMPLES = ("num-examples", "num_examples", "examples", "num-samples", "num_samples", "samples")  # as apps call them
 
@@ -87,6 +87,7 @@ class _Reply:
     error: str | None
     arrays: Mapping[str, Arrays] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    crowded: bool = False  # its arrays were left out
 
     @classmethod
     def of(cls, message: Message) -> "_Reply":
@@ -212,13 +213,17 @@ class AppRecorder:
         """
         if self._closed or os.getpid() != self._process:  # a forked child records nothing
             return None
-        while size and self._waiting > MOST_WAITING and threading.current_thread() is not self._writer:
-            time.sleep(0.005)
         if size:
             with self._counting:
                 self._waiting += size
         self._tasks.put(task := _Task(what, act, size, threading.Event()))
         return task.done
+
+    def reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
+        """Record a reply; without its arrays while more than MOST_WAITING bytes are unwritten, as the app must not wait."""
+        if self._waiting > MOST_WAITING:
+            reply = replace(reply, arrays={}, crowded=bool(reply.arrays))
+        self.later("a reply", partial(self.note_reply, reply, exchange), reply.size)
 
     # ------------------------------------------------------------------------------------- in the writer's thread
 
@@ -255,7 +260,6 @@ class AppRecorder:
         self._open[sent.node].append(sent)
 
     def note_reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
-        """Record a reply."""
         sent = self._asked(reply, exchange)
         if sent is None:
             return
@@ -287,8 +291,9 @@ class AppRecorder:
     def _record(self, sent: _Sent, reply: _Reply) -> None:
         client, why, digest = self._clients[sent.node], "", None
         if not reply.arrays:
-            why = "not recorded: its reply carries no arrays"
-            self.warn("reply", f"an update is {why}", sent.round, client)
+            lacks = f"{MOST_WAITING >> 20} MiB of earlier replies were not yet written: use a faster disk for the run"
+            why = f"not recorded: {lacks if reply.crowded else 'its reply carries no arrays'}"
+            self.warn("crowded" if reply.crowded else "reply", f"an update is {why}", sent.round, client)
             self._enter(sent.round, Participation(client, "accepted", why, reply.examples))
             return
         if self._plan is not None and self._taped and client not in self._plan.targets(sent.round, [client]):
@@ -339,7 +344,6 @@ class AppRecorder:
         self._flush()
 
     def _flush(self) -> None:
-        """Write observations, and the round with its metrics so far, to the ledger."""
         for round in sorted(self._seen):
             self._ledger.record_intake(round, list(self._seen[round].values()))
             del self._seen[round]  # only now: what failed is tried again
@@ -387,7 +391,6 @@ class Exchange:
         self._sent: list[_Sent] = []
 
     def sent(self, message: Message) -> None:
-        """Note a message on its way to a node."""
         with _unnoticed():
             sent = _Sent.of(message)
             self._sent.append(sent)
@@ -400,10 +403,8 @@ class Exchange:
                 sent.id = str(own)
 
     def came(self, message: Message) -> None:
-        """Record a reply."""
         with _unnoticed():
-            reply = _Reply.of(message)
-            self._recorder.later("a reply", partial(self._recorder.note_reply, reply, self._sent), reply.size)
+            self._recorder.reply(_Reply.of(message), self._sent)
 
     def unread(self, kind: str) -> None:
         """Warn that messages passed in a collection which is left unread, as reading it might change it."""
@@ -415,7 +416,6 @@ class Exchange:
         self._recorder.later("a round", partial(self._recorder.end_exchange, self._sent))
 
     def flush(self) -> None:
-        """Write what was recorded to the ledger."""
         self._recorder.later("a round", self._recorder._flush)
 
 
@@ -471,7 +471,6 @@ def say(level: int, text: str, *values: object) -> None:
 
 
 def _arrays(content: RecordDict) -> dict[str, Arrays]:
-    """The arrays of each ArrayRecord that has some."""
     return {
         name: {k: _Array(tuple(a.shape), a.data) for k, a in record.items()}
         for name, record in content.items()

@@ -60,7 +60,6 @@ class UpdateRecorder:
         return self.tape.write_update(intake.round, reply.client, reply.update, returned)
 
     def enter(self, round: int, seen: Sequence[Participation]) -> None:
-        """Write a round's observations and jobs to the ledger."""
         started = time.perf_counter()
         self.ledger.record_intake(round, seen, self.plan)
         self.seconds[round] = self.seconds.get(round, 0.0) + time.perf_counter() - started

@@ -2,9 +2,9 @@
 
     grid = tap(grid, "audit.toml", "runs/theirs")     # in the ServerApp's main, before anything is sent
 
-It never changes, drops or reorders a message, and the app waits only while 1 GiB of replies is unwritten. Once set up, it
-neither raises into the app nor draws from a global generator: what cannot be recorded is left out, logged once as a warning,
-and kept in the ledger, so that `fedgauge audit` repeats it.
+It never changes, drops, delays or reorders a message. Once set up, it neither raises into the app nor draws from a global
+generator: what cannot be recorded is left out, logged once as a warning, and kept in the ledger, so that `fedgauge audit`
+repeats it.
 """
 
 import functools
@@ -187,7 +187,6 @@ READ_TWICE: tuple[type, ...] = (list, tuple, set, frozenset, dict, type({}.value
 
 
 def tapped(grid: Grid, recorder: AppRecorder) -> Grid:
-    """Return the grid with a recorder behind it."""
     tapped = Tap(grid, recorder)
     weakref.finalize(tapped, recorder.end).atexit = False
     return cast(Grid, tapped)

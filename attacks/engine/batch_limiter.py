@@ -58,12 +58,10 @@ class BatchLimiter:
 
 
 def exhausted(error: BaseException) -> bool:
-    """Return whether an error reports that memory ran out."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def raise_if_exhausted(error: Exception) -> None:
-    """Raise an error again if it reports that memory ran out."""
     if exhausted(error):
         raise error
 

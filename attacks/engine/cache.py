@@ -73,7 +73,6 @@ class TensorCache:
 
     @classmethod
     def own(cls) -> "TensorCache":
-        """The cache in the user's cache folder."""
         return cls(cache_folder() / "learned")
 
     def get(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

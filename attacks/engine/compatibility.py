@@ -98,7 +98,6 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
 
 
 def _inputs(model: nn.Module) -> list[str]:
-    """Return the names of the inputs that a model needs."""
     free = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = inspect.signature(model.forward).parameters.values()
     return [p.name for p in given if p.kind in free and p.default is p.empty]
@@ -170,12 +169,8 @@ def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, 
             floats = [t.clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
             ended.append((running.pop(), floats))
 
-    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
-    try:
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave):
         yield running, ended
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _undifferentiable(error: Exception) -> Problem:
@@ -200,7 +195,6 @@ class Differentiation:
     note: str = ""
 
     def __call__(self) -> AbstractContextManager[None]:
-        """The context in which the model runs."""
         return twice_differentiable() if self.composed else nullcontext()
 
 
@@ -430,7 +424,7 @@ def _rules_alone() -> Iterator[None]:
 def twice_differentiable() -> Iterator[None]:
     """A context in which all layers have a second derivative; values and first derivatives stay the same.
 
-    Hard sigmoid and hard swish by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
+    Hard sigmoid by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
     kernels; recurrent layers step by step.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -448,15 +442,7 @@ class _Composed(TorchFunctionMode):
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
-    return _given((input + 3).clamp(0, 6) / 6, input, inplace)
-
-
-def _hardswish(input: Tensor, inplace: bool = False) -> Tensor:
-    before = input.clone() if inplace else input
-    return _given(before * _hardsigmoid(before), input, inplace)
-
-
-def _given(found: Tensor, input: Tensor, inplace: bool) -> Tensor:
+    found = (input + 3).clamp(0, 6) / 6
     return input.copy_(found) if inplace else found
 
 
@@ -474,6 +460,5 @@ def _embedding_bag(input: Tensor, weight: Tensor, *further: Any, **settings: Any
 
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.hardsigmoid: _hardsigmoid,
-    F.hardswish: _hardswish,
     F.embedding_bag: _embedding_bag,
 }

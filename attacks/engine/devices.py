@@ -41,10 +41,6 @@ def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
 
     Raises:
         ValueError: torch sees no such device here; the message names the remedy.
-
-    Example:
-        >>> devices_of("cpu")
-        [device(type='cpu')]
     """
     every = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     if wanted == "auto":
@@ -80,7 +76,6 @@ def compute_on(device: torch.device, precision: Precision = "ieee", deterministi
 
 
 def numerics(device: torch.device, precision: Precision = "ieee", deterministic: bool = True) -> Numerics:
-    """Describe how a device computes."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return Numerics(str(device), name, precision, deterministic, torch.__version__, driver())

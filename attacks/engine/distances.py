@@ -68,12 +68,7 @@ class _Joint(Distance):
 
 @dataclass(frozen=True)
 class cosine(_Joint):
-    """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4).
-
-    Example:
-        >>> cosine()({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([1.0, 1.0])})  # 1 - 1 / sqrt 2
-        tensor(0.2929)
-    """
+    """1 - cos(seen, expected) over all entries, in [0, 2] (Inverting Gradients, eq. 4)."""
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         p = _total(products)
@@ -171,8 +166,6 @@ class laplace_likelihood(Distance):
 
 @dataclass(frozen=True)
 class _OverOther(Distance):
-    """Another distance over a part of an update."""
-
     inner: Distance
 
     @property
@@ -259,11 +252,6 @@ class visible_columns(_OverOther):
 
 
 def left_out(distance: Distance, names: Collection[str]) -> Distance:
-    """A distance over all tensors except some.
-
-    >>> left_out(cosine(), {"fc.weight"})
-    without(inner=cosine(), names=('fc.weight',))
-    """
     return without(distance, tuple(sorted(names))) if names else distance
 
 

@@ -36,11 +36,6 @@ class adam(Checked):
     state_per_variable = 2  # numbers kept for each one that is searched for
 
     def rate_at(self, iteration: int, iterations: int) -> float:
-        """The step size of an iteration.
-
-        >>> [round(adam(0.1, cuts=(0.5,)).rate_at(i, 4), 6) for i in range(4)]
-        [0.1, 0.1, 0.01, 0.01]
-        """
         passed: int = sum(iteration >= cut * iterations for cut in self.cuts)
         return self.rate * 0.1**passed * self.decay**iteration
 
@@ -75,25 +70,18 @@ class lbfgs(Checked):
 
     @property
     def state_per_variable(self) -> int:
-        """Numbers kept for each one that is searched for."""
         return 2 * self.history
 
 
 @dataclass
 class Descent:
-    """The state of P problems.
+    """The state of P problems."""
 
-    Args:
-        x: (P, D); f: (P,) values; g: (P, D) gradients.
-        spent: (P,) evaluations of each.
-        ended: (P,) whether it takes no more steps: at a minimum, at a plateau, or no step lowers it.
-    """
-
-    x: Tensor
-    f: Tensor
-    g: Tensor
-    spent: Tensor
-    ended: Tensor
+    x: Tensor  # (P, D)
+    f: Tensor  # (P,) values
+    g: Tensor  # (P, D) gradients
+    spent: Tensor  # (P,) evaluations of each
+    ended: Tensor  # (P,) whether it takes no more steps: at a minimum, at a plateau, or no step lowers it
 
 
 def minimise(
@@ -126,7 +114,6 @@ def minimise(
 
 
 def _step(evaluate: Evaluate, at: Descent, live: Tensor, memory: "_LBFGSHistory", allowed: Tensor) -> None:
-    """One step of each live problem."""
     direction = memory.direction(at.g[live], live)
     slope = (direction * at.g[live]).sum(1)
     uphill = ~(slope < 0)

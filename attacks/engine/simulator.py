@@ -40,12 +40,10 @@ class Simulator:
 
     @property
     def members(self) -> int:
-        """Clients in one update."""
         return next((link.members for link in self.known.chain.links if isinstance(link, GroupMean)), 1)
 
     @property
     def client(self) -> Chain:
-        """The chain of each client."""
         links = tuple(link for link in self.known.chain.links if not isinstance(link, GroupMean))
         return Chain(links).mean if self.quiet else Chain(links)
 
@@ -68,7 +66,6 @@ class Simulator:
         return self._summed(_mapped(self._bare(), self.params, batches, None) if found is None else found)
 
     def _apart(self, x: Tensor, y: Tensor) -> Batch:
-        """The batch of each member of a sum."""
         return Batch(*(t.reshape(-1, t.shape[1] // self.members, *t.shape[2:]) for t in (x, y)))
 
     def _summed(self, updates: Update) -> Update:

@@ -29,7 +29,6 @@ class ReplayCheck:
 
     @property
     def ok(self) -> bool:
-        """Return whether the recomputed update equals the observed one, up to rounding."""
         return self.relative_error <= TOLERANCE
 
 

@@ -34,7 +34,6 @@ class Grader:
 
     @cached_property
     def metrics(self) -> list[Metric]:
-        """The metrics of every reconstruction."""
         metrics = self.modality.metrics(self.gallery)
         return metrics if self.only is None else [metric for metric in metrics if metric.name in self.only]
 

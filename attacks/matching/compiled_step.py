@@ -49,7 +49,6 @@ class CompiledStep:
         self._keys: tuple[tuple[str, ...], ...] | None = None
 
     def value_and_slopes(self, variables: Variables, rows: Tensor, likelihood_weight: float = 1.0) -> ValueAndSlopes:
-        """Like `Problems.value_and_slopes`."""
         count, units = len(rows), self.problems.units
         size = min(self.limiter.count, len(units)) * units.shape[1]
         if count < size:

@@ -29,10 +29,7 @@ from fedgauge.client.models.losses import Expected, is_mean, takes_probabilities
 
 @dataclass(frozen=True)
 class GradientMatching(Attack):
-    """The engine: searches for all observations and restarts of a wave together; a recipe is an objective and a search.
-
-    Args:
-    """
+    """The engine: searches for all observations and restarts of a wave together; a recipe is an objective and a search."""
 
     objective: Objective = field(default_factory=Objective)
     search: Search = field(default_factory=AdamSearch)
@@ -62,7 +59,6 @@ class GradientMatching(Attack):
         return found
 
     def with_objective(self, **changes: Any) -> "GradientMatching":
-        """The same search with other fields of the objective."""
         return replace(self, objective=replace(self.objective, **changes))
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
@@ -97,14 +93,12 @@ class GradientMatching(Attack):
         if start is not None:
             first = problems.free(known.normalise(start)).repeat(1, problems.epochs, *[1] * len(known.shape))
             variables["x"][:: budget.restarts] = first.to(variables["x"])
-        clock = Deadline(started, budget.seconds)
         outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock))
         images = problems.joined(variables["x"], rows)
         labels = problems.joined_labels(variables, rows)
         return EveryRestart(images, labels, outcome, problems, time.perf_counter() - started)
 
     def _problems(self, wave: Wave, known: Knowledge, restarts: int, streams: Streams) -> Problems:
-        """The wave's problems; ValueError if they cannot be posed."""
         refuse(parameter_problem(known.model, wave.params))
         like = next(iter(wave.params.values()))
         y = None
@@ -141,7 +135,6 @@ class GradientMatching(Attack):
         )
 
     def _batch_limiter(self, problems: Problems, variables: Variables) -> BatchLimiter:
-        """Limit the problems to the free memory, after the search's state of all of them."""
         x, units = variables["x"], problems.units
 
         def dry(count: int) -> None:
@@ -165,7 +158,6 @@ class EveryRestart:
 
     @cached_property
     def objectives(self) -> Tensor:
-        """(K, R), infinite where a search diverged."""
         found = self.outcome.objectives
         return torch.where(found.isfinite(), found, torch.inf).view(-1, self.problems.restarts)
 

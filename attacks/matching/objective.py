@@ -205,5 +205,4 @@ def averaged(t: Tensor, order: Tensor) -> Tensor:
 
 
 def _apart(t: Tensor, count: int) -> Tensor:
-    """(N, count * B, ...) to (N, count, B, ...)."""
     return t.view(len(t), count, -1, *t.shape[2:])

@@ -53,7 +53,6 @@ class ObservedUpdates:
         self.forms: Forms = {}
 
     def with_forms(self, forms: Forms) -> "ObservedUpdates":
-        """The same, with given tensors instead of gathered ones."""
         other = copy.copy(self)
         other.forms = forms
         return other
@@ -66,11 +65,9 @@ class ObservedUpdates:
         return self.forms[key]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor (N, ...)."""
         return self.form("tensor", name)[0]
 
     def formed(self) -> Update:
-        """The updates."""
         return {name: self.tensor(name) for name in self.update}
 
     def together(self, expected: Update) -> InnerProducts:
@@ -86,7 +83,6 @@ class ObservedUpdates:
         return expected * columns
 
     def products(self, name: str, expected: Tensor | FactoredGradient) -> InnerProducts:
-        """Inner products with a tensor of another update."""
         if not isinstance(expected, FactoredGradient):
             return self.together({name: expected})
         (square,) = self.form("square", name)
@@ -236,7 +232,6 @@ class Problems:
 
     @cached_property
     def plain(self) -> Knowledge:
-        """The attacker's knowledge, to be differentiated by plain autograd."""
         return replace(self.known, plain=True)
 
     @property
@@ -251,7 +246,6 @@ class Problems:
 
     @property
     def images(self) -> int:
-        """Images of one problem."""
         return self.epochs * self.known.batch_size
 
     @cached_property
@@ -299,7 +293,6 @@ class Problems:
         return x if self.epochs == 1 else averaged(x, self._pairing(x, rows))
 
     def joined_labels(self, variables: Variables, rows: Tensor) -> Tensor:
-        """The resulting labels (N, B) of some problems."""
         if self.labels is not None:
             return self.labels[rows][:, : self.known.batch_size]
         likely = self.known.label_kind.relaxed(variables["y"])
@@ -359,7 +352,6 @@ class Problems:
     def _objectives(
         self, variables: Variables, seen: ObservedUpdates, labels: Tensor | None, likelihood_weight: Tensor | float
     ) -> Tensor:
-        """Objectives (N,) of some problems, differentiable."""
         x, own = self.examples(variables["x"]), {name: variables[name] for name in self.own}
         y = self.known.label_kind.relaxed(variables["y"]) if labels is None else labels
         objectives = likelihood_weight * self._distances(x, y, seen, own)
@@ -423,7 +415,6 @@ class Problems:
     def _one(
         self, known: Knowledge, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, *own: Tensor
     ) -> Tensor:
-        """One problem's distance."""
         return self.likelihood(
             seen, self.training.update(known, self.params, x, y, seen, dict(zip(names, own, strict=True)))
         )

@@ -13,7 +13,6 @@ CUTS = (3 / 8, 5 / 8, 7 / 8)
 
 
 def _with(prior: Table | None, *others: Prior) -> tuple[Prior, ...]:
-    """Priors with one more from a table (fedgauge.attacks.matching.priors)."""
     return others if prior is None else (*others, build(prior, "prior", PRIOR))
 
 

@@ -85,7 +85,6 @@ class AdamSearch(adam, Search):
         interrupted = torch.zeros(problems.count, dtype=torch.bool)
 
         def descend(some: Tensor) -> Tensor:
-            """The objectives of some units, after their descent."""
             rows = problems.units[some].flatten()
             part = {name: t[rows] for name, t in variables.items()}
             spent[rows], interrupted[rows] = self._descend(context, step, part, rows)
@@ -212,6 +211,5 @@ def _joined(parts: Variables) -> Tensor:
 
 
 def _apart(points: Tensor, shapes: Shapes) -> Variables:
-    """The inverse of `_joined`."""
     pieces = points.split([shape.numel() for shape in shapes.values()], 1)
     return {name: t.view(-1, *shapes[name]) for name, t in zip(shapes, pieces, strict=True)}

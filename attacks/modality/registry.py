@@ -34,12 +34,10 @@ BASELINES.update(dict.fromkeys(GUESSES, "membership"))
 
 
 def modality_of(dataset: Dataset) -> Modality:
-    """The modality of a dataset: that of the nearest of its types."""
     return next(MODALITIES[kind] for kind in type(dataset).__mro__ if kind in MODALITIES)(dataset)
 
 
 def examples_of(dataset: Dataset) -> str:
-    """Return the name of a dataset's examples, in the plural."""
     return f"{modality_of(dataset).main.private}s"
 
 
@@ -50,7 +48,6 @@ def further_leaks() -> list[str]:
 
 
 def modality_stored(key: str) -> type[Modality] | None:
-    """Return the modality that a ledger names; None if there is none."""
     return next((m for m in MODALITIES.values() if m.main.key == key), None)
 
 

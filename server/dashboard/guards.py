@@ -68,7 +68,6 @@ class Json(JSONResponse):
     """An answer as JSON; a run's names may hold characters that UTF-8 cannot encode, which become question marks."""
 
     def render(self, content: Any) -> bytes:
-        """Return the body's bytes."""
         return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
 
 

@@ -26,8 +26,6 @@ class UnknownRun(Exception):
 
 @dataclass(frozen=True)
 class BrokenRun:
-    """A run that cannot be read, with the reason."""
-
     id: str
     error: str
 
@@ -82,7 +80,6 @@ class RunCatalog:
         return self.compare([name], lambda readings: ask(readings[0]))
 
     def compare(self, names: Sequence[str], ask: Callable[[list[RunSnapshot]], View]) -> View:
-        """Return the result of `ask` on several runs."""
         readings = [self._reading(name) for name in dict.fromkeys(names)]
         with ExitStack() as stack:
             # in one order, against deadlocks
@@ -110,7 +107,6 @@ class RunCatalog:
             return str(error)
 
     def lines(self) -> list[RunLine | BrokenRun]:
-        """Return a line for each run."""
         found: list[RunLine | BrokenRun] = []
         for name in self.names():
             try:

@@ -220,7 +220,6 @@ def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:
 
 
 def _forget(run: Run, ledger: Ledger) -> None:
-    """Delete the updates of every round with all attacks over."""
     for round, clients in ledger.deletable().items():
         run.tape().forget(round, clients)
         ledger.mark_deleted(round)

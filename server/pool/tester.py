@@ -66,22 +66,23 @@ def grade(
             for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))
         }
         if (jobs or tests) and not any(batch is not None and len(batch.y) for batch in found.values()):
-            raise TruthError(f"{truth} has no examples of any attacked update")
+            raise TruthError(f"{truth.folder} has no examples of any attacked update")
         size = scenario.federation.shards.batch_size
         assumed = {job.id: size * len(scenario.protocol.members(job.client, job.round)) for job in jobs}
         notes = Counter(_grade(run, ledger, grader, job, found, assumed[job.id]) for job in jobs)
         graded = notes.pop("", 0)
         every = len(jobs) - notes.pop(None, 0)
-        words = f"graded {graded} of {every} reconstructions and baselines against the examples handed in with --truth ({truth})"
+        of_all = f"{graded} of {every} reconstructions and baselines"
+        words = f"graded {of_all} against the examples handed in with --truth ({truth.folder})"
         if tests:
-            told = retest(source, scenario, tests, found)
-            words += f"; {told} of {len(tests)} tests of membership done"
+            done = retest(source, scenario, tests, found)
+            words += f"; {done} of {len(tests)} tests of membership done"
         why = ", ".join(sorted(filter(None, notes))[:3])
         if notes:
             words += f"; not graded ({sum(notes.values())} of {every}): {why}"
         ledger.describe("grading", {row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
         doubts = _doubts(source, found)
-        ledger.set_meta(grading=words, ungraded=why, truth=truth.to_json(), truth_doubts=doubts)
+        ledger.set_meta(grading=words, ungraded=why, truth=str(truth.folder), truth_doubts=doubts)
     return words
 
 
@@ -90,9 +91,8 @@ def regrade(run: Run, ledger: Ledger, scenario: Scenario) -> None:
     meta = ledger.meta()
     if "truth" not in meta or not (ledger.ungraded() or finished_tests(ledger, untested=True)):
         return
-    truth = TesterTruth.from_json(meta["truth"])
     try:
-        grade(run, ledger, scenario, truth.check(), untested=True)
+        grade(run, ledger, scenario, TesterTruth.named(meta["truth"]), untested=True)
     except (SpecError, OSError) as error:
         why = f"the truth cannot be read any more ({error}): hand it in again with --truth"
         ledger.set_meta(grading=f"what ended since is not graded: {why}", ungraded=why)
@@ -116,7 +116,6 @@ def _doubts(source: TapeSource, found: Found) -> str:
 
 
 def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[int, int]]:
-    """Return the rounds and clients of the examples that these jobs need."""
     for job in jobs:
         for client in (job.client, job.other):
             if client is not None:
@@ -221,20 +220,22 @@ def _names(x: Tensor) -> list[bytes]:
 
 
 def _others(x: Tensor, names: Collection[bytes]) -> Tensor:
-    """Return the examples that have none of the names."""
     return torch.tensor([i for i, name in enumerate(_names(x)) if name not in names], dtype=torch.int64)
 
 
 def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest], found: Found) -> int:
-    """Do finished tests of membership again, with these examples as the batches; returns how many gave numbers.
+    """Repeat finished membership tests with these examples as the batches.
 
     Args:
-        tests: whole tests, ordered by test, round and client, as tests over rounds build on the rounds before.
+        tests: whole tests, ordered by test, round and client, since tests over rounds build on earlier rounds.
+
+    Returns:
+        How many gave a number.
     """
     ledger, fed = source.ledger, with_examples(source.federation, found)
     planned, memories = ledger.planned(), dict[str, dict[int, ClientState]]()
     auditor = Auditor(FederationSource(fed), scenario.plan.seed)
-    told = 0
+    done = 0
 
     def missing(client: int, round: int) -> list[int]:
         return [
@@ -256,7 +257,7 @@ def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest]
                 here.append((test, seen))
                 continue
             none = ScoreRecord(round, test.client, name, WHOLE_BATCH, MEMBER, None, "not_applicable", 0.0)
-            ledger.retest(test.id, [none], why or "its update is no longer on the tape")
+            ledger.retest(test.id, [none], why or "its update is no longer recorded")
         alike, most = by_weights(here, lambda pair: pair[0].digest), scenario.plan.wave
         remembered = memories.setdefault(name, {})
         for part in (same[i : i + most] for same in alike for i in range(0, len(same), most)):
@@ -264,7 +265,7 @@ def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest]
             wave = Wave.stack([observation for _, observation in part])
             for (test, _), result in zip(part, auditor.audit(planned[name], wave, others, remembered), strict=True):
                 ledger.retest(test.id, result.rows, result.reconstruction.reason)
-                told += result.reconstruction.status == "converged"
+                done += result.reconstruction.status == "converged"
                 if result.memory is not None:
                     remembered[test.client] = result.memory
-    return told
+    return done

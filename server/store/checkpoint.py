@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
-from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedgauge.client.components import check_arguments
@@ -26,7 +25,6 @@ from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_tensors
 
-VERSION = 1  # of the format of checkpoint.json
 _NAME = "checkpoint.json"  # names the file of tensors and its digest
 _MOST = 32 << 20  # bytes of it
 _PARAM, _BUFFER, _STATE = "param/", "buffer/", "state/"
@@ -65,7 +63,7 @@ class Checkpoint:
         state = {name: _encoded(value, name, tensors) for name, value in kept.items()}
         name = f"checkpoint-{self.round:05d}.safetensors"
         digest = write_tensors(folder / name, tensors)
-        facts = dict(version=VERSION, round=self.round, tensors=name, digest=digest, strategy=state)
+        facts = dict(round=self.round, tensors=name, digest=digest, strategy=state)
         order = {"params": list(self.params), "buffers": list(self.buffers)}
         seen = [asdict(s) for s in self.seen]
         run_files.write(folder / _NAME, json.dumps({**facts, **order, "seen": seen}).encode())
@@ -95,22 +93,12 @@ class Checkpoint:
                 strategy={k: _decoded(v, tensors) for k, v in facts["strategy"].items()},
                 seen=tuple(Participation(**check_arguments(Participation, seen, "seen")) for seen in facts["seen"]),
             )
-        except (
-            TapeError,
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            OverflowError,
-        ) as error:
+        except (TapeError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise NotResumable(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def mark_not_resumable(folder: Path, reason: str) -> None:
-    """Record the reason why a run cannot be resumed."""
-    run_files.write(folder / _NAME, json.dumps({"version": VERSION, "refused": reason}).encode())
+    run_files.write(folder / _NAME, json.dumps({"refused": reason}).encode())
 
 
 def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint | None:
@@ -148,11 +136,6 @@ def _why_not(ledger: Ledger, scenario: Scenario, checkpoint: Checkpoint | None, 
     shapes = {k: p.shape for k, p in scenario.federation.model.named_parameters()}
     same = {k: t.shape for k, t in checkpoint.params.items()} == shapes
     return "" if same else "its checkpoint is of another network than its scenario's"
-
-
-def restore(strategy: Strategy, state: Mapping[str, Any]) -> None:
-    """Restore the state of a new strategy."""
-    vars(strategy).update(state)
 
 
 # ------------------------------------------------------------------------------------------------ a strategy's state

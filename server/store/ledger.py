@@ -1,5 +1,6 @@
 """The ledger: one SQLite file per run with rounds, observations, jobs and scores."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, replace
@@ -12,7 +13,6 @@ from fedgauge.server.store.ledger_types import (
     STARTED,
     Participation,
     RecordedProblem,
-    json_table,
     sanitised,
 )
 from fedgauge.server.store.ledger_writes import JobQueue
@@ -24,12 +24,10 @@ class Ledger(JobQueue):
     """Ledger of one run: rounds, the queue of attacks, and all queries."""
 
     def set_meta(self, **values: str) -> None:
-        """Set facts about the run, such as its state."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
 
     def meta(self) -> dict[str, str]:
-        """Return all facts about the run."""
         facts = {row["key"]: row["fact"] for row in self._db.execute("SELECT key, value fact FROM meta")}
         if not re.fullmatch(r"\d{1,7}", rounds := facts.get("rounds", "0")):
             raise LedgerError(f"{self.path} is damaged: expected a number of rounds, got {rounds!r:.60}")
@@ -61,8 +59,11 @@ class Ledger(JobQueue):
 
     def nodes(self) -> dict[int, str]:
         """Return Flower's node ids by client of a user's own app."""
-        nodes = json_table(self.meta().get("nodes", "{}"), self.path, "nodes")
-        return {int(client): str(node) for client, node in nodes.items() if client.isdecimal()}
+        try:
+            nodes = json.loads(self.meta().get("nodes", "{}"))
+            return {int(client): str(int(node)) for client, node in nodes.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise LedgerError(f"{self.path} is damaged: its nodes cannot be read: {error}") from error
 
     def record_round(
         self,
@@ -102,7 +103,6 @@ class Ledger(JobQueue):
             )
 
     def problems(self) -> list[RecordedProblem]:
-        """Return the recorded problems in order."""
         query = "SELECT code, round at_round, client of_client, words FROM problems ORDER BY rowid LIMIT ?"
         return [RecordedProblem(*row) for row in self._db.execute(query, (_MOST_PROBLEMS,))]
 

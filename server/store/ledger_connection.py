@@ -58,7 +58,6 @@ SCHEMA = """
 
 
 def _make(path: Path) -> None:
-    """Create the file with the tables of a ledger."""
     with closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA journal_mode = WAL")
         db.executescript(
@@ -75,7 +74,6 @@ def _schema() -> frozenset[tuple[str, ...]]:
 
 
 def _objects(db: sqlite3.Connection) -> frozenset[tuple[str, ...]]:
-    """Return type, name, table and definition of a database's objects, without the statistics of ANALYZE."""
     rows = db.execute(
         "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE type != 'table' OR name NOT GLOB 'sqlite_stat[14]'"
     )
@@ -156,11 +154,9 @@ class LedgerFile:
             raise self._unreadable(error) from error
 
     def _row(self, cursor: Any, row: tuple[Any, ...]) -> sqlite3.Row:
-        """Make a row with checked values."""
         return sqlite3.Row(cursor, self._tuple(cursor, row))
 
     def _tuple(self, cursor: Any, row: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Check the values of a row."""
         if cursor.description is not self._described:  # once for all rows of a query
             self._described = cursor.description
             self._columns = typed_rows.columns([column[0] for column in cursor.description])
@@ -170,7 +166,6 @@ class LedgerFile:
         return row
 
     def close(self) -> None:
-        """Close the connection."""
         self._db.close()
 
     def __enter__(self) -> Self:

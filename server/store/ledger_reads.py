@@ -95,11 +95,9 @@ class LedgerReads(LedgerFile):
         ).fetchall()
 
     def rounds(self, since: int = 0) -> list[sqlite3.Row]:
-        """Return the recorded rounds from one on: round, accuracy, loss, seconds, intercept_seconds."""
         return self._db.execute("SELECT * FROM rounds WHERE round >= ? ORDER BY round", (since,)).fetchall()
 
     def observations(self, since: int = 0) -> list[sqlite3.Row]:
-        """Return the participation from a round on: round, client, status, reason, examples, digest."""
         query = "SELECT * FROM observations WHERE round >= ? ORDER BY round, client"
         return self._db.execute(query, (since,)).fetchall()
 
@@ -111,7 +109,6 @@ class LedgerReads(LedgerFile):
         ).fetchall()
 
     def planned(self) -> dict[str, PlannedAttack]:
-        """Return the planned attacks in order."""
         return {row["name"]: planned_of(row["planned"], self.path) for row in self.attacks()}
 
     def best_so_far(self) -> float | None:
@@ -178,24 +175,11 @@ class LedgerReads(LedgerFile):
         (examples,) = row.fetchone() or (None,)
         return max(1, examples or 1)
 
-    def pace(self, last: int = 100) -> float | None:
-        """Return jobs per second over the latest ones of the last attack service; None before its second."""
+    def pace(self) -> float | None:
+        """Return jobs per second over the latest 100 of the last attack service; None before its second."""
         query = (
             "SELECT count(ended) n, max(ended) - min(ended) span FROM jobs WHERE finished > max(?,"
             " coalesce((SELECT CAST(value AS INTEGER) FROM meta WHERE key = ?), 0))"
         )
-        n, seconds = self._db.execute(query, (self.finished() - last, ATTACKED_FROM)).fetchone()
+        n, seconds = self._db.execute(query, (self.finished() - 100, ATTACKED_FROM)).fetchone()
         return (n - 1) / seconds if n > 1 and seconds > 0 else None
-
-    def version(self) -> tuple[int, int]:
-        """Return a value that changes with every write."""
-        (others,) = self._db.execute("PRAGMA data_version").fetchone()
-        return others, self._db.total_changes
-
-    def unfinished(self) -> list[sqlite3.Row]:
-        """Count the jobs that have not ended: attack, round, state, jobs, waves."""
-        return self._db.execute(
-            "SELECT a.name attack, j.round, j.state, count(*) jobs, count(DISTINCT j.wave) waves"
-            " FROM jobs j JOIN attacks a ON a.id = j.attack_id WHERE j.state IN ('queued', 'leased')"
-            " GROUP BY j.state, j.round, j.attack_id"
-        ).fetchall()

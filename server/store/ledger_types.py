@@ -1,12 +1,11 @@
 """Values in the ledger: participations, leases, progress, score rows."""
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.plan import MOST_ATTACKS, PlannedAttack
@@ -39,20 +38,6 @@ def repeated(meta: Mapping[str, str]) -> int:
     """Return the number of rounds that a deployment's clients may have answered twice."""
     count = meta.get(REPEATED, "") if meta.get("mode") == DEPLOYMENT else ""
     return int(count) if re.fullmatch(r"\d{1,7}", count) else 0
-
-
-def json_table(text: str, path: Path, what: str) -> dict[str, Any]:
-    """Parse the object in a ledger's column of JSON.
-
-    Raises:
-        LedgerError: there is none.
-    """
-    try:
-        found = dict(json.loads(text).items())
-        json.dumps(found, ensure_ascii=False).encode()  # half a pair of code units is no text
-        return found
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise LedgerError(f"{path} is damaged: its {what} cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=MOST_ATTACKS)  # a wave after the first of its attack parses nothing
@@ -172,8 +157,6 @@ class FinishedTest(FinishedJob):
 
 @dataclass(frozen=True)
 class Progress:
-    """Counts of jobs by state."""
-
     queued: int = 0
     leased: int = 0
     done: int = 0
@@ -181,7 +164,6 @@ class Progress:
 
     @property
     def waiting(self) -> int:
-        """Number of jobs that have not ended."""
         return self.queued + self.leased
 
     @property

@@ -330,7 +330,6 @@ class JobQueue(LedgerReads):
         )
 
     def progress(self) -> Progress:
-        """Count the jobs by state."""
         counts = {r["state"]: r["n"] for r in self._db.execute("SELECT state, count(*) n FROM jobs GROUP BY state")}
         return Progress(**{f.name: counts.get(f.name, 0) for f in fields(Progress)})
 
@@ -346,6 +345,5 @@ class JobQueue(LedgerReads):
         return clients
 
     def mark_deleted(self, round: int) -> None:
-        """Record the deletion of a round's updates from the tape."""
         with self._transaction() as db:
             db.execute("UPDATE observations SET digest = NULL WHERE round = ?", (round,))

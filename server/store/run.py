@@ -3,12 +3,10 @@
 import fcntl
 import json
 import os
-import re
 import shutil
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +88,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return self.folder.name
 
     def scenario(self, settings: Sequence[str] = ()) -> Scenario:
@@ -106,7 +103,6 @@ class Run:
         return None if named is None else Path(named)
 
     def ledger(self, readonly: bool = False) -> Ledger:
-        """Connect to the ledger."""
         ledger = Ledger(self.folder / "ledger.sqlite", readonly=readonly)
         ledger.load_data = self._load_data
         return ledger
@@ -117,7 +113,6 @@ class Run:
         resolve(coerce(data, dict, "[data]"), "[data]", DATASET)
 
     def tape(self) -> Tape:
-        """Return the tape."""
         return Tape(self.folder / "tape")
 
     @property
@@ -126,7 +121,6 @@ class Run:
         return self.folder / "model.safetensors"
 
     def log(self, name: str) -> Path:
-        """Create a log file, to append to."""
         return self._private(f"logs/{name}")
 
     def _private(self, name: str) -> Path:
@@ -149,7 +143,6 @@ class Run:
         return self.folder / folder / f"round-{round:05d}-client-{client:05d}-{attack}.safetensors"
 
     def write_reconstruction(self, round: int, client: int, attack: str, tensors: dict[str, Tensor]) -> None:
-        """Write an attack's reconstruction."""
         write_tensors(self.reconstruction(round, client, attack), tensors)
 
     def read_reconstruction(self, round: int, client: int, attack: str) -> dict[str, Tensor]:
@@ -165,7 +158,6 @@ class Run:
         return tensors
 
     def write_memory(self, round: int, client: int, attack: str, tensors: Mapping[str, Tensor]) -> str:
-        """Write an attack's memory, and return its digest."""
         return write_tensors(self.memory(round, client, attack), tensors)
 
     def read_memory(self, round: int, client: int, attack: str, digest: str | None = None) -> dict[str, Tensor]:
@@ -177,7 +169,6 @@ class Run:
         return read_tensors(self.memory(round, client, attack), digest)
 
     def sweep(self, round: int) -> None:
-        """Delete the files of the rounds from this one on, which are trained again."""
         for name in ROUNDS:
             sweep(self.folder / name, round)
         for name in run_files.names(self.folder / "tape"):
@@ -199,7 +190,7 @@ class Run:
                 except BlockingIOError as error:
                     if attempt == 9:
                         file.seek(0)
-                        raise RunBusy(f"{self.folder}: process {file.read() or '?'} holds its {purpose}") from error
+                        raise RunBusy(f"{self.folder}: process {file.read() or '?'} uses it for {purpose}") from error
                     time.sleep(0.02)
             file.truncate(0)
             file.write(str(os.getpid()))
@@ -210,16 +201,8 @@ class Run:
                 file.truncate(0)
 
     def holder(self, purpose: str) -> int | None:
-        """Return the process with the lock for a purpose, or None.
-
-        Raises:
-            LedgerError: the process has not written its number.
-        """
-        for _ in range(250):
-            if (pid := self._written(purpose)) is None or re.fullmatch(r"[1-9]\d{0,9}", pid):
-                return None if pid is None else int(pid)
-            time.sleep(0.02)  # its number is not written yet
-        raise LedgerError(f"{self.folder}: an unknown process holds its {purpose}")
+        """Return the process with the lock for a purpose; None without one, or before it has written its number."""
+        return int(self._written(purpose) or 0) or None
 
     def at_work(self, purpose: str) -> bool:
         """Check if a process has the lock for a purpose."""
@@ -235,12 +218,6 @@ class Run:
                 return None
             except BlockingIOError:
                 return file.read(11)
-
-    def ask_to_end(self, purpose: str, pid: int) -> None:
-        """Ask the process of `holder` to end."""
-        with suppress(ProcessLookupError):
-            if self.holder(purpose) == pid:
-                os.kill(pid, signal.SIGTERM)
 
     def _lock(self, purpose: str) -> Path:
         return self.folder / f"{purpose}.lock"

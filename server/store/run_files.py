@@ -80,13 +80,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a run's file atomically."""
     with replacing(path) as file:
         file.write(data)
 
 
 def delete(path: Path) -> None:
-    """Delete a file or a link, if it is there."""
     _check_folder(path.parent)
     path.unlink(missing_ok=True)
 

@@ -23,7 +23,6 @@ Keep = Literal["all", "attacked", "none"]
 Of = TypeVar("Of")
 _BUFFER = "buffer/"
 _PARAM = "param/"
-_OTHER = "record/"  # further arrays, which are not read
 _PIECE = 1 << 19  # bytes: small enough to stay in a core's cache between writing and hashing
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -75,7 +74,7 @@ class Tape:
         """
         of_round, _, of_update = (digest or "").rpartition(":")
         taped = read_tensors(self._update(round, client), of_update or None)
-        update = {k: t for k, t in taped.items() if not k.startswith((_BUFFER, _OTHER))}
+        update = {k: t for k, t in taped.items() if not k.startswith(_BUFFER)}
         returned = {k.removeprefix(_BUFFER): t for k, t in taped.items() if k.startswith(_BUFFER)}
         own = self._sent(round, client)
         sent = read_tensors(own if run_files.look(own) else self._round(round), of_round or None)
@@ -114,7 +113,6 @@ def by_weights(of_round: Iterable[Of], digest: Callable[[Of], str | None]) -> li
 
 
 def sweep(folder: Path, round: int) -> None:
-    """Delete a folder's files from a round on."""
     for name in run_files.names(folder):
         named = re.match(r"round-(\d{1,9})(?!\d)", name)
         if named is not None and int(named[1]) >= round:
@@ -133,7 +131,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically."""
     with replacing_anywhere(path) as file:
         file.write(data)
 

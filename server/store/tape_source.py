@@ -43,7 +43,6 @@ class TapeSource(FederationSource):
         return [(o["round"], o["client"], o["digest"]) for o in rows if o["status"] == "accepted" and o["digest"]]
 
     def observation(self, round: int, client: int, digest: str) -> Observation:
-        """Read one update; errors as of `read_observation`."""
         return read_observation(self.run, self.ledger, self.federation, round, client, digest)
 
 
@@ -223,7 +222,6 @@ def _part_of(arrays: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> str:
 
 
 def _without_adapter(name: str) -> str:
-    """Return an array's name with the adapter called default."""
     return _FACTOR.sub(r"\1.default.weight", _TRAINED.sub(".", name))
 
 

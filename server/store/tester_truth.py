@@ -1,6 +1,5 @@
 """Truth from a tester: the training examples of a foreign app's clients, by client and round."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.client.components import SpecError, coerce
+from fedgauge.client.components import SpecError
 from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data_folder import read_npz
 from fedgauge.client.update import Batch
@@ -30,37 +29,15 @@ class TesterTruth:
 
     @classmethod
     def named(cls, text: str) -> "TesterTruth":
-        """Make from a path on the command line.
+        """Make from a path on the command line, or in the run's ledger.
 
         Raises:
             TruthError: the folder has no file of the truth.
         """
-        return cls(Path(text).absolute()).check()
-
-    def check(self) -> "TesterTruth":
-        """Check that the folder has a file of the truth."""
-        if not any(_NAME.fullmatch(path.name) for path in self.folder.glob("*.npz")):
-            raise TruthError(f"--truth: {self.folder} is no folder of {LAYOUT}")
-        return self
-
-    def to_json(self) -> str:
-        """Write for the run's ledger."""
-        return json.dumps({"folder": str(self.folder)})
-
-    @classmethod
-    def from_json(cls, text: str) -> "TesterTruth":
-        """Read what `to_json` wrote.
-
-        Raises:
-            TruthError: the text is damaged.
-        """
-        try:
-            return cls(coerce(json.loads(text)["folder"], Path, "folder"))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise TruthError(f"the run's record of the truth cannot be read: {error}") from error
-
-    def __str__(self) -> str:
-        return str(self.folder)
+        folder = Path(text).absolute()
+        if not any(_NAME.fullmatch(path.name) for path in folder.glob("*.npz")):
+            raise TruthError(f"--truth: {folder} is no folder of {LAYOUT}")
+        return cls(folder)
 
     def batch(self, round: int, client: int, like: Dataset, nodes: Mapping[int, str]) -> Batch | None:
         """Return the examples of a client in a round, pixels in [0, 1]; None without a file.

@@ -56,7 +56,6 @@ class ClientGrader:
     Args:
         clients: client numbers by node id.
         timeout: seconds that clients have to answer, and that the attack service has to finish at the end.
-        grace: seconds that the attack service may be away.
     """
 
     run: Run
@@ -65,7 +64,6 @@ class ClientGrader:
     clients: Mapping[int, int]
     protocol: Protocol
     timeout: float
-    grace: float = field(default_factory=lambda: GRACE)
     # clients that left a question unanswered: waiting for them in every round would delay all others
     _silent: set[int] = field(default_factory=set)
 
@@ -80,7 +78,7 @@ class ClientGrader:
         while self.ledger.progress().waiting and time.monotonic() < deadline:
             if self.run.at_work("audit"):
                 alive = time.monotonic()
-            elif time.monotonic() - alive >= self.grace:
+            elif time.monotonic() - alive >= GRACE:
                 break
             self.ask()
             time.sleep(min(0.5, self.timeout))
@@ -129,7 +127,6 @@ class ClientGrader:
         return replies
 
     def _flower_run(self, round: int) -> str:
-        """The number of the Flower run that trained a round."""
         starts = {int(k.removeprefix(STARTED)): v for k, v in self.ledger.meta().items() if k.startswith(STARTED)}
         return starts[max(start for start in starts if start <= round)]
 
@@ -186,7 +183,6 @@ def ungraded_reasons(rows: Sequence[Any]) -> str:
 
 
 def _questions(jobs: Sequence[tuple[Ungraded, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """The questions by client; attacks first, then their baselines, as an owner may answer fewer."""
     questions: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for job, x in sorted(jobs, key=lambda asked: asked[0].attack in BASELINES):
         questions[job.client][job.attack] = x

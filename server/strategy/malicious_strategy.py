@@ -68,7 +68,6 @@ class MaliciousStrategy(Wrapper):
         return messages
 
     def attack_on(self, round: int, client: int) -> TargetedServerAttack | None:
-        """The server attack that targets a client in a round, or None."""
         return next((planned for planned in self.plan if planned.targeting.applies_to(round, client)), None)
 
     def _crafted(self, attack: TargetedServerAttack, round: int, client: int, honest: Params) -> Params:

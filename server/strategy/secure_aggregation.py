@@ -1,7 +1,6 @@
 """The server's side of a secure sum: the wrapped Flower strategy gets one reply per group of clients."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,10 +11,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.deployment.secure_sum_mod import WEIGHT, read, to_config_record
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum
-from fedgauge.client.inspection.policy import REASON
+from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
 SUMMED = 101  # our error codes: the client's update is part of another reply
@@ -78,7 +76,6 @@ class SecureSumStrategy(Wrapper):
         return self.inner.aggregate_train(server_round, merged)
 
     def _agreed(self, round: int, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-        """The messages of each group that is large enough."""
         assert self.groups is not None
         of = {message.metadata.dst_node_id: message for message in messages}
         for nodes in self.groups(round, list(of)):
@@ -90,9 +87,7 @@ class SecureSumStrategy(Wrapper):
 
     def _collect(self, replies: Iterable[Message]) -> None:
         replies = list(replies)
-        came = [m for m in replies if not m.has_error()]
-        times = Counter(m.metadata.src_node_id for m in came)  # of two under one id, neither counts
-        answers = {m.metadata.src_node_id: _answer(m) for m in came if times[m.metadata.src_node_id] == 1}
+        answers = {m.metadata.src_node_id: _answer(m) for m in replies if not m.has_error()}
         withheld = {m.metadata.src_node_id for m in replies if m.has_error() and m.error.code == WITHHELD}
         for group in self._groups:
             group.withheld |= withheld
@@ -113,13 +108,11 @@ class _Group:
         self.withheld = set[int]()  # nodes whose guards let no update leave
 
     def question(self, node: int) -> Message:
-        """The next question to a member, as a message that names the round like a training message."""
         sent = self.sent[node]
         content = RecordDict({**sent.content.config_records, **to_config_record(self.questions[node])})
         return Message(content, dst_node_id=node, message_type=sent.metadata.message_type)
 
     def training(self, node: int) -> Message:
-        """The training message to a member, with the question added."""
         message = self.sent[node]
         # strategies share one content object among all clients
         message.content = RecordDict({**message.content, **to_config_record(self.questions[node])})

@@ -16,15 +16,12 @@ class Wrapper(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The wrapped strategy's."""
         return self.inner.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """The wrapped strategy's."""
         return self.inner.aggregate_evaluate(server_round, replies)
 
     def summary(self) -> None:
-        """The wrapped strategy's."""
         self.inner.summary()
 
 

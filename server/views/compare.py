@@ -9,14 +9,13 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.label_kinds import LabelKind
 from fedgauge.server.views.figures import (
-    SYMBOLS,
     WHOLE,
     Axis,
     Figure,
     Look,
     Series,
-    colour,
     interval_name,
+    look_at,
     point_label,
     value_axis,
 )
@@ -52,7 +51,6 @@ class Comparison:
 
 
 def compare(readings: Sequence[RunSnapshot], metric: str | None = None) -> Comparison:
-    """Compare runs by a metric; default: the main one of the first run."""
     metric = metric or next((r.scores.measure.metric for r in readings), ImageModality.main.metric)
     named = named_readings(readings)
     metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]
@@ -126,7 +124,7 @@ def utility_figure(named: Mapping[str, RunSnapshot], metric: str) -> Figure | No
             continue
         (low, high), epsilon = leak.interval or (None, None), number(spent_in(reading).record, None)
         note = f"{name}, {leak.attack}\n{point_label(leak)}\ntest accuracy {percent(accuracy)}\nepsilon {epsilon} for one record"
-        look, label = Look(colour(place), symbol=SYMBOLS[place % len(SYMBOLS)]), str(place + 1)
+        look, label = look_at(place), str(place + 1)
         points.append(
             Series(f"{label}  {name}", "run", look, [accuracy], [leak.mean], [low], [high], note=[note], label=label)
         )

@@ -105,24 +105,18 @@ class Figure:
     interval: str = ""
 
 
-def attack_look(place: int) -> Look:
-    """Return the look of the attack at this place of the plan."""
-    return Look(colour(place), symbol=SYMBOLS[place % len(SYMBOLS)])
-
-
-def colour(place: int) -> str:
-    """Return the colour of the series at this place."""
-    return f"series-{place % COLOURS}"
+def look_at(place: int) -> Look:
+    """Return the look of the attack or run at this place."""
+    return Look(f"series-{place % COLOURS}", symbol=SYMBOLS[place % len(SYMBOLS)])
 
 
 def looks_of(reading: RunSnapshot) -> dict[str, Look]:
-    """Return the look of each name in a run: attacks are coloured, baselines grey and dashed."""
     names = attack_order(reading.ledger, {*reading.scores.attacks, *(row["name"] for row in reading.attacks)})
     attacks, baselines, looks = count(), count(), {}
     for name in names:
         match role_of(name):
             case "attack":
-                looks[name] = attack_look(next(attacks))
+                looks[name] = look_at(next(attacks))
             case "limit":
                 looks[name] = LIMIT
             case "baseline":
@@ -173,7 +167,6 @@ def _leakage(reading: RunSnapshot, metric: str, accuracy: Sequence[Series]) -> F
 
 
 def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
-    """Return the means by round; of an attack also intervals and worst cases."""
     ends = [leak.interval or (None, None) for leak in leaks]
     low, high = zip(*ends, strict=True) if is_attack(name) else ((), ())
     worst = [leak.worst for leak in leaks]
@@ -191,7 +184,6 @@ def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
 
 
 def point_label(leak: Leak) -> str:
-    """Return the label of a point."""
     digits = MEASURED[leak.metric].digits
     mean, shown = number(leak.mean, digits), leak.interval
     if is_limit(leak.attack):
@@ -203,7 +195,6 @@ def point_label(leak: Leak) -> str:
 
 
 def round_axis(rounds: Iterable[float]) -> Axis:
-    """Return the axis of these rounds."""
     last = max(1, *rounds, 1)
     return Axis("round", "round", -0.03 * last, 1.03 * last)
 
@@ -248,7 +239,7 @@ def success_figure(reading: RunSnapshot) -> Figure | None:
     if certified := certified_success(reading, curve):
         notes = [f"at most {percent(v)} of the examples, by any attack on one round" for v in certified]
         series.append(Series("certified (ReRo), one round", "limit", LIMIT, THRESHOLDS, certified, note=notes))
-    x, y = Axis("PSNR of at least (dB)", low=10, high=60), Axis("part of the examples", "fraction", *WHOLE)
+    x, y = Axis("PSNR of at least (dB)", low=10, high=60), Axis("share of examples", "fraction", *WHOLE)
     words = "The share of examples that reach each PSNR. Attempts without an image count as failed."
     return Figure("success", "Success over thresholds", words, x, y, series)
 

@@ -27,12 +27,10 @@ def number(value: float | None, digits: int | None = 3) -> str:
 
 
 def decibel(value: float | None) -> str:
-    """Write a PSNR without its unit."""
     return number(value, 1)
 
 
 def in_unit(value: float | None, by: Measured) -> str:
-    """Write a metric's value with its unit."""
     text = number(value, by.digits)
     return text if text == NONE else f"{text} {by.unit}".strip()
 
@@ -48,7 +46,6 @@ def percent(value: float | None, digits: int = 0, space: str = "\u00a0") -> str:
 
 
 def status_words(status: str) -> str:
-    """Write an attack's status in words."""
     return ENDED.get(status, status.replace("_", " "))
 
 
@@ -68,29 +65,24 @@ def finite(value: float | None) -> float | None:
 
 
 def is_exact(value: float | None) -> bool:
-    """Check for the infinite PSNR of an exact reconstruction."""
     return value is not None and math.isinf(value)
 
 
 def component(table: Mapping[str, Any]) -> str:
-    """Write a component with its arguments."""
     return describe(table).removesuffix("()")
 
 
 def chain(tables: Mapping[str, Any]) -> str:
-    """Write a scenario's chain in the order of the gradient's path."""
     return " > ".join(map(component, tables["chain"]))
 
 
 def scenario_line(tables: Mapping[str, Any]) -> str:
-    """Write a scenario in one line."""
     counts = f"{many(tables['clients'], 'client')}; {many(tables['rounds'], 'round')}"
     parts = f"{component(tables['data'])}; {component(tables['model'])}; chain {chain(tables)}"
     return f"{counts}; {parts}; seed {tables['seed']}"
 
 
 def many(n: int, noun: str) -> str:
-    """Write a number with its noun."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 

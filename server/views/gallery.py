@@ -105,13 +105,10 @@ class Page:
 
 @dataclass(frozen=True, eq=False)
 class Gallery:
-    """Gallery of a run."""
-
     reading: RunSnapshot
 
     @cached_property
     def attacks(self) -> list[str]:
-        """Attacks in the plan's order."""
         return [a for a in self.reading.order if is_attack(a)]
 
     @cached_property
@@ -121,7 +118,6 @@ class Gallery:
         return None if scenario is None else scenario.federation.shards
 
     def label_name(self, label: int | str) -> str:
-        """Return the name of a class, or its number."""
         names = () if self._dataset is None else self._dataset.names
         if isinstance(label, str):
             return f"labels {label}"
@@ -129,7 +125,6 @@ class Gallery:
 
     @property
     def kind(self) -> Kind:
-        """Display of examples."""
         return (self.modality or self.reading.scores.modality).shown_as
 
     @cached_property
@@ -157,12 +152,10 @@ class Gallery:
 
     @cached_property
     def cells(self) -> set[tuple[int, str]]:
-        """Every (round, attack) with scores."""
         return {(round, attack) for attack, round, _, _ in self.outcomes}
 
     @cached_property
     def rounds(self) -> list[int]:
-        """Attacked rounds."""
         return sorted({round for round, _ in self.cells})
 
     def attacked(self) -> dict[Place, float]:
@@ -227,7 +220,6 @@ class Gallery:
         return rows
 
     def card(self, round: int, client: int, example: int) -> Card:
-        """Return one private example with its reconstructions."""
         truth = self._truth(round, client, example)
         (x, label), text = truth or (None, None), self.kind == "text"
         return Card(

@@ -24,7 +24,6 @@ LOST, UNGRADED = Column("lost", "without a value"), Column("ungraded", "not grad
 
 
 def leak_columns(by: Measured, name: str = "") -> list[Column]:
-    """Return the columns of `leak_cells`."""
     named = f" {name}" if name else ""
     return [
         Column.of(by, "mean", f"mean{named}"),
@@ -39,7 +38,6 @@ def leak_cells(leak: Leak | None) -> tuple[Cell, Cell, Cell]:
 
 
 def label_column(metric: str) -> Column:
-    """Return the column of restored labels, by their metric."""
     return Column.of(MEASURED[metric], "labels", MEASURED[metric].label)
 
 
@@ -141,8 +139,8 @@ def membership_table(reading: RunSnapshot) -> Table:
         Column("test", "test"),
         KIND,
         Column("n", "members", "count"),
-        Column("mean", "pairs in which the member scores higher", "number", 0, fraction=True),
-        Column("interval", "95 % interval", "interval", 0, fraction=True),
+        Column("mean", "pairs in which the member scores higher", "number", 1, fraction=True),
+        Column("interval", "95 % interval", "interval", 1, fraction=True),
         *(
             Column(f"detected{ending}", f"detected at {100 * rate:g} % false positives", "rate")
             for ending, rate in RATES.items()

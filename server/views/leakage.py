@@ -52,7 +52,6 @@ class Leak:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Ends of the 95 % interval; None if there is none."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     @property
@@ -75,7 +74,6 @@ def leakage(scores: Scores, metric: str) -> list[Leak]:
 
 
 def leakage_of_all(scores: Scores, metric: str) -> list[Leak]:
-    """Return one Leak for each name over all rounds."""
     chosen = counted_of_all(scores, metric)
     return [_leak(part, metric, None) for part in _groups(chosen, (chosen.attack,))]
 

@@ -63,7 +63,6 @@ class MembershipResult:
 
     @property
     def leaks(self) -> bool:
-        """True if members are detected better than by a guess."""
         return self.word == "leaks"
 
     def __str__(self) -> str:
@@ -74,7 +73,6 @@ class MembershipResult:
 
     @property
     def sentence(self) -> str:
-        """The verdict with its numbers."""
         asked = QUESTIONS[self.metric].asked
         if self.leaks:
             return f"{asked} leaks: {self}."
@@ -84,7 +82,6 @@ class MembershipResult:
 
 
 def membership_results(scores: Scores) -> list[MembershipResult]:
-    """Return the strongest test of each question; tests that detect members come first."""
     asked = {metric: _graded(scores, metric) for metric in (MEMBER, HELD)}
     tests = {metric: list(filter(is_attack, _names(rows))) for metric, rows in asked.items()}
     comparisons, strongest = 2 * sum(map(len, tests.values())), []

@@ -51,8 +51,6 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class KnowledgeCard:
-    """Knowledge of one attacker."""
-
     name: str
     kind: Role
     component: str
@@ -105,7 +103,6 @@ class Overview:
 
 
 def overview(reading: RunSnapshot) -> Overview:
-    """Return the overview of a run."""
     judged, ledger, gallery = verdict_of(reading), reading.ledger, Gallery(reading)
     return Overview(
         name=reading.run.name,
@@ -132,7 +129,7 @@ def overview(reading: RunSnapshot) -> Overview:
         limit=limit(reading),
         privacy=spent_in(reading),
         cards=_cards(reading),
-        participation=participation(reading.observations) or ("Every update came in." if reading.observations else ""),
+        participation=participation(reading.observations) or ("All updates arrived." if reading.observations else ""),
         clients=app_clients_table(reading.ledger),
         replay=reading.meta.get("replay", ""),
         replay_words=reading.meta.get("replay_detail", ""),
@@ -143,7 +140,6 @@ def overview(reading: RunSnapshot) -> Overview:
 
 
 def progress(reading: RunSnapshot) -> RunProgress:
-    """Return the state of training and attacks."""
     jobs, plan = reading.jobs, reading.plan_coverage
     words = work_words(jobs)
     words.insert(1, f"{plan.attacked} of {plan.updates} planned updates attacked")
@@ -152,7 +148,6 @@ def progress(reading: RunSnapshot) -> RunProgress:
 
 
 def limit(reading: RunSnapshot) -> str:
-    """Return the limits on all attacks with their assumptions."""
     errors = reading.pooled("mse") if "mse" in reading.metrics else {}
     drawn = [row for row in reading.attacks if row["name"] in ERROR_LIMITS and row["name"] in errors]
     drawn = [row for row in drawn if errors[row["name"]].n]
@@ -164,13 +159,12 @@ def limit(reading: RunSnapshot) -> str:
         "no attack gets above": found.bound,
         "the attack of the least error": found.reached,
     }
-    told = [f"{name} {decibel(value)} dB" for name, value in values.items() if value is not None]
+    limits = [f"{name} {decibel(value)} dB" for name, value in values.items() if value is not None]
     cards = [f"{LIMIT_NAMES[row['name']]}: {'; '.join(_parts(row))}." for row in drawn]
-    return " ".join([f"Limits of the mean squared error, as PSNRs of that mean: {'; '.join(told)}.", *cards])
+    return " ".join([f"Limits of the mean squared error, as PSNRs of that mean: {'; '.join(limits)}.", *cards])
 
 
 def _parts(row: Any) -> list[str]:
-    """Return the parts of an attack's threat-model card."""
     return [*row["agreed"].split(SEPARATOR), *filter(None, (row["training"], row["grading"]))]
 
 

@@ -29,7 +29,6 @@ def _or(sizes: Iterable[int]) -> str:
 
 
 def app_clients_table(ledger: Ledger) -> Table:
-    """List the clients of a user's own app; no rows for other runs."""
     nodes, sizes = ledger.nodes(), _reported_sizes(ledger)
     columns = [
         Column("client", "client", "count"),
@@ -79,8 +78,8 @@ def participation(observations: Sequence[Row]) -> str:
         f"client {client} {status} in {many(times, 'round')}: {shortened(reason)}"
         for (client, status, reason), times in reasons.most_common()
     ]
-    came = f"{len(observations) - reasons.total()} of {len(observations)} updates came in"
-    return f"{came}; {listed(named, MOST_CLIENTS)}"
+    arrived = f"{len(observations) - reasons.total()} of {len(observations)} updates arrived"
+    return f"{arrived}; {listed(named, MOST_CLIENTS)}"
 
 
 def first_alarm(seen: Sequence[Row]) -> str:

@@ -77,8 +77,6 @@ class Spending:
 
 
 class Estimate(NamedTuple):
-    """Epsilon with its 95 % interval."""
-
     epsilon: float
     low: float
     high: float
@@ -205,7 +203,6 @@ def _accounted(reading: RunSnapshot, releases: int) -> float | None:
 
 
 def canary_words(last: CanaryEstimate, delta: float) -> str:
-    """Describe an estimate."""
     words = (
         f"{last.canaries} canaries sent a fixed random direction in place of an update, at most {many(last.releases, 'time')} "
         f"each. Their cosines show an epsilon of {last.seen} for all of a client's data at delta {delta:g}; with the spread "
@@ -216,7 +213,6 @@ def canary_words(last: CanaryEstimate, delta: float) -> str:
 
 
 def bound_words(last: CanaryBound, delta: float) -> str:
-    """Describe a bound."""
     words = (
         f"A fair coin put each of {last.canaries} canary examples into a client's data or not. After at most "
         f"{many(last.releases, 'update')} of each client, {last.bound.right} of the {last.bound.guesses} surest guesses are "

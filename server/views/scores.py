@@ -58,7 +58,6 @@ class Scores:
 
     @classmethod
     def empty(cls) -> "Scores":
-        """Return no rows."""
         ints = np.zeros(0, np.int64)
         return cls(ints, ints, ints, ints, ints, np.zeros(0), ints, (), (), ())
 
@@ -90,11 +89,9 @@ class Scores:
         return len(self.value)
 
     def where(self, chosen: Mask | Ints) -> "Scores":
-        """Return the chosen rows."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in (*NUMBERS, *NAMES)})
 
     def named(self, metric: str) -> Mask:
-        """Mask the rows of a metric, (N,)."""
         return np.isin(self.metric, _code(self.metrics, metric))
 
     def of_metric(self, metric: str) -> "Scores":
@@ -122,7 +119,6 @@ class Scores:
         return self.where(np.union1d(np.flatnonzero(own), lost))
 
     def of_attack(self, attack: str) -> "Scores":
-        """Return the rows of an attack."""
         return self.where(self.attack == _code(self.attacks, attack))
 
     def comparable(self, metric: str) -> "Scores":
@@ -160,12 +156,10 @@ class Scores:
 
     @property
     def by_limits(self) -> Mask:
-        """Mask of the rows of limits, (N,)."""
         return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if is_limit(a)])
 
     @property
     def by_attacks(self) -> Mask:
-        """Mask of the rows of attacks, (N,)."""
         return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if is_attack(a)])
 
     @property
@@ -189,7 +183,6 @@ class Scores:
         return next((kind for metric, kind in SCORED.items() if metric in self.metrics), LabelKind)
 
     def batch_keys(self) -> Ints:
-        """Key of each row by (round, client), (N,)."""
         return self._pack(self.round, self.client)
 
     def attempt_keys(self) -> Ints:

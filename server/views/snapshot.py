@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
+from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, TypeVar, cast
 
@@ -147,7 +148,6 @@ class Jobs:
 
     @property
     def expected(self) -> int:
-        """Number of all jobs, with those of the rounds to come."""
         return self.progress.total + self.to_come
 
     @property
@@ -249,31 +249,26 @@ class RunSnapshot:
             self._finished = finished
 
     def close(self) -> None:
-        """Close the ledger."""
         self.ledger.close()
 
     @property
     @viewed
     def state(self) -> State:
-        """State of the run: at work, complete, or how it ended."""
         return state_of(self.run, self.ledger)
 
     @property
     @viewed
     def observations(self) -> list[Any]:
-        """Participation of each client in each round."""
         return self.ledger.observations()
 
     @property
     @viewed
     def attacks(self) -> list[Any]:
-        """Rows of the planned attacks."""
         return self.ledger.attacks()
 
     @property
     @viewed
     def participation(self) -> Counter[tuple[int, str]]:
-        """Number of replies by client and status."""
         return Counter((o["client"], o["status"]) for o in self.observations)
 
     @property
@@ -295,18 +290,16 @@ class RunSnapshot:
         """Return the truth that a tester supplied; None without one."""
         if "truth" in self.meta:
             with offline(), suppress(SpecError, OSError):
-                source, dataset = TesterTruth.from_json(self.meta["truth"]), self.scenario.federation.shards.dataset
-                return source.batch(round, client, dataset, self.ledger.nodes())
+                dataset = self.scenario.federation.shards.dataset
+                return TesterTruth(Path(self.meta["truth"])).batch(round, client, dataset, self.ledger.nodes())
         return None
 
     @viewed
     def leakage(self, metric: str) -> list[Leak]:
-        """Return one Leak for each round and name, then one for each name over all rounds."""
         return leakage(self.scores, metric)
 
     @viewed
     def pooled(self, metric: str) -> dict[str, Leak]:
-        """Return the Leaks over all rounds by name."""
         return {leak.attack: leak for leak in self.leakage(metric) if leak.round is None}
 
     @property
@@ -323,7 +316,6 @@ class RunSnapshot:
     @property
     @viewed
     def plan_coverage(self) -> PlanCoverage:
-        """Planned and attacked updates."""
         return plan_coverage(self.ledger, self.tables, self.state == "training")
 
     @property

@@ -51,7 +51,6 @@ class Limits:
 
 
 def mean_of(leak: Leak | None) -> float | None:
-    """Return a Leak's mean, if there is one."""
     return None if leak is None else leak.mean
 
 

@@ -38,7 +38,6 @@ class Column:
         return cls(key, named, form, digits, by.fraction, not by.higher_is_better)
 
     def written(self, cell: Cell) -> str:
-        """Write a cell as text."""
         if cell is None or cell == "":
             return NONE
         if isinstance(cell, tuple):
@@ -71,18 +70,15 @@ class Table:
         return cls(caption, [Column(head, head) for head in heads], rows)
 
     def only(self, *keys: str) -> "Table":
-        """Select columns by key."""
         places = [i for key in keys for i, column in enumerate(self.columns) if column.key == key]
         return Table(self.caption, [self.columns[i] for i in places], [[row[i] for i in places] for row in self.rows])
 
     @property
     def records(self) -> list[Mapping[str, Cell]]:
-        """Rows by the columns' keys."""
         return [dict(zip((column.key for column in self.columns), row, strict=True)) for row in self.rows]
 
     @property
     def written(self) -> list[list[str]]:
-        """Rows as text."""
         return [[c.written(cell) for c, cell in zip(self.columns, row, strict=True)] for row in self.rows]
 
 

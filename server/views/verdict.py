@@ -115,7 +115,6 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """All sentences in one text."""
         return " ".join(self.sentences)
 
 
@@ -193,7 +192,6 @@ def leak_sentences(reading: RunSnapshot) -> list[str]:
 
 
 def _of_examples(reading: RunSnapshot) -> Verdict:
-    """Return the verdict on reconstruction; restored labels are a leak whatever the examples."""
     scores, jobs, compared = reading.scores, reading.jobs, excesses(reading.scores)
     by, labels = scores.measure, restored_labels(reading)
     subject = f"So far ({jobs.words}), the clients'" if jobs.left else "The clients'"
@@ -303,7 +301,6 @@ def _restored_by(attack: str, known: Scores, reading: RunSnapshot, attacks: int)
 
 
 def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
-    """Return the number of examples in the batch of each row."""
     each = scores.of_metric(scores.measure.metric)
     each = each.where(each.example != WHOLE_BATCH)
     batches, counts = np.unique(each.batch_keys(), return_counts=True)
@@ -313,7 +310,7 @@ def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
 
 def _nothing_to_judge(reading: RunSnapshot) -> str:
     scores, planned = reading.scores, reading.ledger.planned()
-    if not any(is_attack(name) and not attack.tests_membership for name, attack in planned.items()):
+    if not any(is_attack(name) and attack.reconstructs for name, attack in planned.items()):
         return "no attack that reconstructs was planned"
     if reading.meta.get("replay") == "mismatch":
         return "the replay check failed"

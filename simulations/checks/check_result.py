@@ -46,12 +46,10 @@ class CheckResult:
 
     @property
     def message(self) -> str:
-        """The result as a sentence."""
         return str(self.found)
 
     @property
     def code(self) -> str:
-        """The code of the problem; empty if there is none."""
         return self.found.code if isinstance(self.found, Problem) else ""
 
 

@@ -88,7 +88,6 @@ class _Probe:
         self.measured: dict[str, Measurement] = {}
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings."""
         model = self.fed.model
         yield from self._word_embeddings(model) if isinstance(model, LanguageModel) else self._structure()
         yield from self.closed_forms()
@@ -148,7 +147,6 @@ class _Probe:
             yield from self._closed_form(LAYER_BY_LAYER, "the chain of all layers' gradients", SOLVED)
 
     def _closed_form(self, use: str, where: str, count: int = SIMULATED) -> Iterator[Finding]:
-        """Result of a closed-form attack on the simulated updates."""
         if type(self.auditor.modality) not in modalities_of(use):
             return
         results = self.auditor.attack(PlannedAttack(use, {"use": use}), self.wave.of(range(count)), self.source.members)

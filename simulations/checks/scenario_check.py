@@ -143,7 +143,6 @@ def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
 
 
 def describe_data(data: Dataset) -> str:
-    """Describe the examples: their number, shape and classes."""
     modality, shape = modality_of(data), " x ".join(map(str, data.shape))
     what = f"{modality.main.private}s of {shape} {modality.parts}"
     if data.y.is_floating_point():

@@ -18,7 +18,6 @@ from fedgauge.simulations.run.exit_status import INAPPLICABLE
 
 
 def add_to(commands: Commands) -> None:
-    """Register the command."""
     command = commands.add(app, with_run=False)
     path(command, "folder", "DIR", "the app's folder, with its pyproject.toml")
     command.add_argument("--rounds", type=positive, default=2, metavar="N", help="of training (default: 2)")
@@ -31,7 +30,6 @@ def add_to(commands: Commands) -> None:
 
 
 def app(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge app DIR`."""
     from fedgauge.simulations.cli.main import main
     from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
     from fedgauge.simulations.rehearsal.flower_app import importing

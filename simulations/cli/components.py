@@ -93,7 +93,6 @@ def _component(kind: str, entry: Entry) -> Component:
 
 
 def print_components(components: Sequence[Component], console: Console) -> None:
-    """Print a heading for each kind and a line for each component."""
     width = max((len(c.name) for c in components), default=0)
     for kind, of_it in groupby(components, lambda component: component.kind):
         console.print(Text(kind, "bold"))

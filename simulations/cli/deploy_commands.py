@@ -14,7 +14,6 @@ from fedgauge.simulations.run.exit_status import FAILED, exit_status
 
 
 def add_to(commands: Commands) -> None:
-    """Register `deploy` with its actions."""
     actions = commands.add(deploy, with_run=False).add_subparsers(required=True, metavar="ACTION")
 
     def add(name: str, action: Command, summary: str) -> argparse.ArgumentParser:
@@ -53,13 +52,11 @@ def add_to(commands: Commands) -> None:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge deploy init|up|down DIR`."""
     action: Command = options.action
     return action(options)
 
 
 def init(options: argparse.Namespace) -> int:
-    """Write a deployment's folder."""
     from fedgauge.server.store.scenario import Scenario
     from fedgauge.simulations.checks.scenario_check import try_first
     from fedgauge.simulations.deploy.folder import DEMO, Deployment
@@ -81,7 +78,6 @@ def init(options: argparse.Namespace) -> int:
 
 
 def up(options: argparse.Namespace) -> int:
-    """Start everything here, and print how it ended."""
     from fedgauge.simulations.deploy.folder import Deployment
     from fedgauge.simulations.deploy.local_start import up as start_here
     from fedgauge.simulations.run.launch import TrainingFailed
@@ -109,7 +105,6 @@ def up(options: argparse.Namespace) -> int:
 
 
 def register(options: argparse.Namespace) -> int:
-    """Make the clients' keys known."""
     from fedgauge.simulations.deploy.folder import Deployment
     from fedgauge.simulations.deploy.train import register as make_known
 
@@ -118,7 +113,6 @@ def register(options: argparse.Namespace) -> int:
 
 
 def start(options: argparse.Namespace) -> int:
-    """Train one run."""
     from fedgauge.simulations.deploy.folder import Deployment
     from fedgauge.simulations.deploy.train import start as train
     from fedgauge.simulations.run.simulate import Interrupt
@@ -128,7 +122,6 @@ def start(options: argparse.Namespace) -> int:
 
 
 def down(options: argparse.Namespace) -> int:
-    """End a local start."""
     from fedgauge.server.store.run import Run
     from fedgauge.simulations.deploy.folder import Deployment
     from fedgauge.simulations.deploy.local_start import down as end
@@ -137,7 +130,7 @@ def down(options: argparse.Namespace) -> int:
     if (holder := Run(deployment.folder).holder("up")) is not None:
         tell(f"asking process {holder} to end: it parks its attacks first, then ends every process it started")
     left = end(deployment)
-    if Run(deployment.folder).holder("up") is not None:
+    if Run(deployment.folder).at_work("up"):
         tell(f"{deployment.folder} is still finishing its attacks in flight")
         return FAILED
     print(f"{deployment.folder}: down" + (f"; {len(left)} processes had been left behind" if left else ""))

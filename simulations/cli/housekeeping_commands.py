@@ -1,7 +1,10 @@
 """`fedgauge runs`, `stop` and `prune`: list runs, end one, delete what is old."""
 
 import argparse
+import os
+import signal
 import time
+from contextlib import suppress
 
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
@@ -18,7 +21,6 @@ from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 
 def add_to(commands: Commands) -> None:
-    """Register these commands."""
     commands.add(runs, with_run=False)
     text = "for attacks in flight (default: 120)"
     commands.add(stop).add_argument("--patience", type=float, default=120.0, metavar="SECONDS", help=text)
@@ -28,7 +30,6 @@ def add_to(commands: Commands) -> None:
 
 
 def runs(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge runs`."""
     rows = []
     for run in all_runs(options.runs):
         try:
@@ -46,7 +47,6 @@ def runs(options: argparse.Namespace) -> int:
 
 
 def _columns(run: Run) -> list[str]:
-    """Return the columns of a run after its name."""
     line = run_line(run)
     done = f"{line.done}/{line.total}" + (" so far" if line.state == "training" else "")
     done += f", {line.failed} failed" if line.failed else ""
@@ -55,13 +55,13 @@ def _columns(run: Run) -> list[str]:
 
 
 def stop(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge stop RUN`."""
     run = find_run(options.run, options.runs)
     holders = {purpose: pid for purpose in ("training", "audit") if (pid := run.holder(purpose)) is not None}
     if not holders:
         print(printable(f"{run.name}: nothing is at work"))
         return 0
-    run.ask_to_end(*next(iter(holders.items())))  # a driver that still trains parks the audit itself
+    with suppress(ProcessLookupError):
+        os.kill(next(iter(holders.values())), signal.SIGTERM)  # a driver that still trains parks the audit itself
     deadline = time.monotonic() + options.patience
     while any(run.at_work(purpose) for purpose in ("training", "audit")):
         if time.monotonic() > deadline:
@@ -75,7 +75,6 @@ def stop(options: argparse.Namespace) -> int:
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge prune [RUN ...]`."""
     from fedgauge.simulations.run.retention import prune as delete
 
     status, named = 0, [run for name in options.run for run in find_runs(name, options.runs)]

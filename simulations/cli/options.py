@@ -16,7 +16,6 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def tell(text: object) -> None:
-    """Print a sentence on standard error."""
     from fedgauge.server.store.run_files import printable  # not for help, which waits for nothing
 
     print(printable(f"fedgauge: {text}"), file=sys.stderr)
@@ -59,29 +58,24 @@ def refuse(mistakes: Mapping[str, object]) -> None:
 
 
 def path(command: argparse.ArgumentParser, name: str, value: str, text: str | None = None, **more: Any) -> None:
-    """Give a command an argument or option that is a path."""
     command.add_argument(*name.split(), type=Path, metavar=value, help=text, **more)
 
 
 def several(command: argparse.ArgumentParser, name: str, value: str, text: str, **more: Any) -> None:
-    """Give a command an option that may be repeated."""
     command.add_argument(name, action="append", default=[], metavar=value, help=text, **more)
 
 
 def flag(command: argparse.ArgumentParser, name: str, text: str, **more: Any) -> None:
-    """Give a command an option without a value."""
     command.add_argument(name, action="store_true", help=text, **more)
 
 
 def add_log(command: argparse.ArgumentParser) -> None:
-    """Give a command --log."""
     text = "auto: a live line in a terminal, else lines; quiet: errors and results only; json: one event per line"
     command.add_argument("--log", choices=get_args(Log), default="auto", help=text)
     command.set_defaults(command=with_errors(command.get_default("command")))
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:
-    """Give a command --set."""
     several(command, "--set", "KEY=VALUE", "set one value, e.g. chain.0.max_norm=2 (repeatable)")
 
 

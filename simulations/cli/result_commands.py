@@ -17,7 +17,6 @@ from fedgauge.simulations.run.exit_status import MISTAKE
 
 
 def add_to(commands: Commands) -> None:
-    """Register these commands."""
     page = commands.add(watch, with_run=False)
     path(page, "path", "RUN|FOLDER", "default: all of --runs", nargs="?")
     page.add_argument("--host", default="127.0.0.1", help="default: this machine only")
@@ -36,7 +35,6 @@ def add_to(commands: Commands) -> None:
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge watch [RUN|FOLDER]`."""
     from fedgauge.server.dashboard.web import serve  # a web framework, which only this command needs
 
     below = options.runs / options.path if options.path is not None else options.runs
@@ -64,12 +62,10 @@ def watch(options: argparse.Namespace) -> int:
 
 
 def leading_to(address: str) -> str:
-    """A page that leads the browser to an address."""
     return f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={escape(address)}">'
 
 
 def report(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge report RUN ...`."""
     from fedgauge.simulations.reports.report import write_comparison, write_report
 
     chosen = [run for named in options.run for run in find_runs(named, options.runs)]
@@ -97,7 +93,6 @@ def report(options: argparse.Namespace) -> int:
 
 
 def gate(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge gate RUN`."""
     from fedgauge.server.views.gate import gate_of_run
     from fedgauge.server.views.snapshot import read_once
 
@@ -132,7 +127,6 @@ def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of
 
 
 def export(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge export RUN`."""
     from fedgauge.simulations.reports.export import save_csv, write_csv
 
     run = find_run(options.run, options.runs)

@@ -28,7 +28,6 @@ from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_statu
 
 
 def add_to(commands: Commands) -> None:
-    """Register these commands."""
     start = commands.add(run, with_run=False)
     path(start, "scenario", "SCENARIO.toml", nargs="?")
     path(start, "--resume", "RUN", "continue a run that was interrupted, failed or was killed")
@@ -52,7 +51,6 @@ def add_to(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge run SCENARIO.toml`."""
     from fedgauge.simulations.checks.scenario_check import try_first
     from fedgauge.simulations.run.create import new_run, resume
     from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
@@ -93,7 +91,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge audit RUN`."""
     from fedgauge.server.pool.service import attack_devices
     from fedgauge.server.pool.tester import grade, regrade
     from fedgauge.simulations.checks.scenario_check import refuse_misfit

@@ -23,7 +23,6 @@ QUICKSTARTS = {"images": "quickstart.toml", "text": "quickstart-text.toml", "tab
 
 
 def add_to(commands: Commands) -> None:
-    """Register these commands."""
     started = commands.add(init, with_run=False)
     path(started, "file", "FILE", nargs="?", default=Path("scenario.toml"))
     started.add_argument("--data", choices=tuple(QUICKSTARTS), default="images", help="kind of data (default: images)")
@@ -43,7 +42,6 @@ def add_to(commands: Commands) -> None:
 
 
 def init(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge init [FILE]`."""
     target: Path = options.file
     refuse({f"{target} exists; choose another name": target.exists()})
     target.write_text((Path(__file__).parents[1] / QUICKSTARTS[options.data]).read_text())
@@ -52,7 +50,6 @@ def init(options: argparse.Namespace) -> int:
 
 
 def list_components(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge list [KIND]`."""
     from fedgauge.simulations.cli.components import KINDS, components_of, print_components
 
     unknown = options.kind is not None and options.kind not in KINDS
@@ -62,7 +59,6 @@ def list_components(options: argparse.Namespace) -> int:
 
 
 def schema(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge schema`."""
     from fedgauge.simulations.cli.components import components_of
 
     made = json.loads((Path(__file__).parents[1] / "scenario.schema.json").read_text())
@@ -76,7 +72,6 @@ def schema(options: argparse.Namespace) -> int:
 
 
 def preflight(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge preflight SCENARIO.toml`."""
     from fedgauge.attacks.modality.registry import modality_of
     from fedgauge.server.views.gate import check_thresholds, judged
     from fedgauge.simulations.checks.preflight import NOT_BEFORE_TRAINING, show
@@ -99,7 +94,6 @@ def preflight(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge doctor [FILE]`."""
     from fedgauge.simulations.checks.check_result import CheckResult
     from fedgauge.simulations.checks.machine import examine
     from fedgauge.simulations.cli.components import components_of

@@ -109,11 +109,9 @@ class Deployment:
 
     @property
     def clients(self) -> int:
-        """The number of clients."""
         return len(list((self.folder / "keys").glob("client-*.pub")))
 
     def scenario(self) -> Scenario:
-        """The server's scenario."""
         scenario = Scenario.load(self.folder / "scenario.toml")
         if scenario.protocol.clients != self.clients:
             raise SpecError(
@@ -122,11 +120,9 @@ class Deployment:
         return scenario
 
     def public_key(self, client: int) -> Path:
-        """The file of a client's public key."""
         return self.folder / "keys" / f"client-{client}.pub"
 
     def log(self, service: str) -> Path:
-        """The log of a service of a local start."""
         path = self.folder / "logs" / f"{service}.log"
         path.touch(mode=0o600)
         return path

@@ -55,7 +55,6 @@ class LocalDeployment:
                     child.terminate()
 
     def begin(self, name: str) -> None:
-        """Start one service."""
         log = self.deployment.log(name)
         self.children[name] = processes.start(self.services[name].command, log, self._environment(name))
         self._write_facts()
@@ -71,7 +70,6 @@ class LocalDeployment:
             raise TrainingFailed(self.blame(name, f"exit status {status}"))
 
     def listen(self) -> None:
-        """Start the SuperLink and wait until it answers."""
         self.begin("superlink")
         deadline = time.monotonic() + PATIENCE
         while not processes.listens(self.addresses.superlink[1]):

@@ -19,7 +19,7 @@ from fedgauge.client.files import read_file
 
 Experiment = TypeVar("Experiment")
 Names = Mapping[str, Sequence[str]]  # by axis
-GRID_KEYS = ("axes", "cell_name", "attack", "attacks", "where", "reference")  # of the whole file
+GRID_KEYS = ("axes", "cell_name", "attack", "attacks", "where")  # of the whole file
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,15 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
         layers = [tables, *chosen_entries, *(where for chosen, where in wheres if _is_in(called, chosen))]
         on_it = [a for chosen, a in attacks if _is_in(called, chosen)]
         on_it += [a for e in chosen_entries for a in tables_of(e, "attack")]
-        name = template.format_map(called).rstrip(", ")  # what an empty name leaves goes
+        try:
+            name = template.format_map(called).rstrip(", ")  # what an empty name leaves goes
+        except (LookupError, ValueError, AttributeError) as error:
+            raise SpecError(f"cell_name: {template!r} names what is no axis (there are: {', '.join(axes)})") from error
         table = layered([{k: v for k, v in layer.items() if k in keys} for layer in layers], joined, f"cell {name}")
         cells.append(Cell(name, place, table, _attacks(name, layers, on_it)))
-    for pattern, by_attack in tables.get("reference", {}).items():
-        for attack, figures in by_attack.items():
-            _refer(cells, pattern, attack, figures)
+    for pattern, by_attack in coerce(tables.get("reference", {}), dict, "[reference]").items():
+        for attack, figures in coerce(by_attack, dict, f"[reference] {pattern!r}").items():
+            _refer(cells, pattern, attack, coerce(figures, dict, f"[reference] {pattern!r}, {attack!r}"))
     return cells
 
 
@@ -135,7 +138,7 @@ def _is_in(place: Mapping[str, str], chosen: Names) -> bool:
 
 def _attacks(name: str, layers: Sequence[Table], attacks: Sequence[Table]) -> list[dict[str, Any]]:
     """The attacks of a cell, with the defaults at the top and the changes of the other layers."""
-    defaults, *changes = [layer.get("attacks", {}) for layer in layers]
+    defaults, *changes = [coerce(layer.get("attacks", {}), dict, f"cell {name}: attacks") for layer in layers]
     made = []
     for attack in attacks:
         called = str(attack_name(attack))
@@ -146,7 +149,8 @@ def _attacks(name: str, layers: Sequence[Table], attacks: Sequence[Table]) -> li
 
 def _matching(by_name: Table, name: str) -> list[Table]:
     """Return the values with this name, or a pattern of it, as key."""
-    return [value for pattern, value in by_name.items() if fnmatchcase(name, pattern)]
+    matching = {pattern: value for pattern, value in by_name.items() if fnmatchcase(name, pattern)}
+    return [coerce(value, dict, f"attacks: {pattern}") for pattern, value in matching.items()]
 
 
 def _refer(cells: Sequence[Cell], pattern: str, attack: str, figures: Table) -> None:

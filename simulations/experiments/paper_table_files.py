@@ -8,9 +8,12 @@ from pathlib import Path
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.plan import attack_name, modalities_of
-from fedgauge.client.components import SpecError, Table, call, check_arguments, settings_of
+from fedgauge.client.components import SpecError, Table, call, check_arguments, resolve, settings_of
+from fedgauge.client.federation import DATASET, TRANSFORM
+from fedgauge.client.models.build import MODEL
 from fedgauge.server.store.scenario import component_of
 from fedgauge.simulations.experiments.grid import Cell, expand, read
+from fedgauge.simulations.experiments.measures import all_measures
 from fedgauge.simulations.experiments.paper_tables import (
     STRONGEST,
     AttackSpec,
@@ -55,7 +58,8 @@ def load(name: str) -> PaperTable:
 
 def parse(name: str, tables: Table) -> PaperTable:
     """Make a table from parsed TOML, with the cells of its grid."""
-    cells = tuple(map(_setting, expand(tables, CELL_KEYS, JOINED, HEAD)))
+    cells = tuple(map(_setting, expand(tables, CELL_KEYS, JOINED, (*HEAD, "reference"))))
+    _check_distinct("cells", [cell.name for cell in cells])
     head = {"title": "", "note": "", "seed": 0} | {key: tables[key] for key in HEAD if key in tables}
     return PaperTable(**check_arguments(PaperTable, head, "the table", {"name": name, "cells": cells}), cells=cells)
 
@@ -73,13 +77,31 @@ def _setting(cell: Cell) -> Setting:
     made |= check_arguments(Setting, {"wave": 64, "chain": [], **rest}, where, made)
     setting: Setting = call(Setting, made, where)
     setting.build_server_attack()
+    resolve(setting.images.table, f"{where}: data", DATASET)
+    resolve(setting.model, f"{where}: model", MODEL)
+    for i, link in enumerate(setting.chain, 1):
+        resolve(link, f"{where}: chain #{i}", TRANSFORM)
+    names = [spec.name for spec in specs]
+    _check_distinct(f"attacks of {where}", names)
+    for spec in specs:
+        if spec.against not in ("", STRONGEST, *names):
+            raise SpecError(f"{where}, attack {spec.name}: against: the cell has no attack {spec.against!r}")
+        if unknown := [metric for metric in spec.metrics if metric not in all_measures()]:
+            known = ", ".join(all_measures())
+            raise SpecError(f"{where}, attack {spec.name}: nothing is measured as {unknown[0]!r} (there are: {known})")
     return setting
+
+
+def _check_distinct(what: str, names: Sequence[str]) -> None:
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise SpecError(f"two {what} are called {repeated[0]!r}; give one of them another name")
 
 
 def _attack_spec(table: Table, where: str) -> AttackSpec:
     own = {f.name for f in fields(AttackSpec)} - {"table", "budget"}
     spent = {f.name for f in fields(Budget)}
     made = {
+        "name": attack_name(table),
         "table": {k: v for k, v in table.items() if k not in own | spent},
         "budget": settings_of(Budget, {k: v for k, v in table.items() if k in spent}, where),
     }

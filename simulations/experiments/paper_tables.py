@@ -6,7 +6,7 @@ from typing import Literal
 
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.client.components import Table, build
+from fedgauge.client.components import Checked, Count, Natural, Positive, Table, build
 from fedgauge.client.data.corpora import Longer
 from fedgauge.client.models.tokenizer import Task
 
@@ -14,7 +14,7 @@ STRONGEST = "strongest"
 
 
 @dataclass(frozen=True)
-class Images:
+class Images(Checked):
     """The images or sentences that are attacked, and how many a client holds.
 
     Args:
@@ -30,8 +30,8 @@ class Images:
 
     use: str
     part: Literal["train", "test"] = "test"
-    first: int = 0
-    batch_size: int = 1
+    first: Natural = 0
+    batch_size: Count = 1
     distinct: bool = False
     classes: tuple[int, ...] = ()
     mean: tuple[float, ...] = ()
@@ -50,7 +50,7 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Pretraining:
+class Pretraining(Checked):
     """The training of a network before the attack: Adam, from the seed's initial weights, on training images.
 
     Args:
@@ -59,11 +59,11 @@ class Pretraining:
         first: training images before this one are not used.
     """
 
-    steps: int
-    batch_size: int = 32
-    rate: float = 1e-3
+    steps: Count
+    batch_size: Count = 32
+    rate: Positive = 1e-3
     defended: bool = False
-    first: int = 1000
+    first: Natural = 1000
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class AttackSpec(PlannedAttack):
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Checked):
     """One network under one chain, with the attacks on it.
 
     Args:
@@ -108,8 +108,8 @@ class Setting:
     """
 
     name: str
-    n: int
-    wave: int
+    n: Count
+    wave: Count
     images: Images
     model: Table
     chain: tuple[Table, ...]
@@ -117,11 +117,11 @@ class Setting:
     weights: str = ""
     train: Pretraining | None = None
     heavy: bool = False
-    clients: int = 1
-    auxiliary: int = 200
+    clients: Count = 1
+    auxiliary: Count = 200
     server_attack: Table | None = None
-    rounds: int = 1
-    members: int = 1
+    rounds: Count = 1
+    members: Count = 1
     alone: bool = False
     faintest: bool = False
 

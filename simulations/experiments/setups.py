@@ -99,7 +99,7 @@ def build_setup(cell: Setting, seed: int) -> Setup:
     # attacks of one setting share their starts, so that luck of the draw does not separate them
     auditor = Auditor(FederationSource(fed), seed, metrics=metrics, purpose=("attack",), labels_in_order=True)
     # every client has equally many images
-    turns = max(c for c in range(1, max(cell.clients, 1) + 1) if cell.n % c == 0)
+    turns = max(c for c in range(1, cell.clients + 1) if cell.n % c == 0)
     return Setup(auditor, clients.observed(), note, turns, isolated)
 
 

@@ -53,6 +53,8 @@ def _cells(tables: Table) -> list[SweepCell]:
     shared = coerce(tables.get("scenario", {}), dict, "[scenario]")
     if varied := [key for key in ("chain", "attack", "seed") if key in shared]:
         raise SpecError(f"[scenario]: {varied[0]} is what the sweep varies; set it in [[defense]], [[attack]] or seeds")
+    if "axes" in tables:
+        raise SpecError("axes: a sweep varies [[defense]] and seeds; leave it out")
     seeds = coerce(tables.get("seeds", [0]), Sequence[int], "seeds")
     if not (tables.get("defense") and tables.get("attack") and seeds):
         raise SpecError("a sweep needs at least one [[defense]], one [[attack]] and one seed")

@@ -12,7 +12,6 @@ Command = Callable[[Namespace], int]
 
 
 def emit(event: str, **facts: object) -> None:
-    """Print an event and flush."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     print(json.dumps({"event": event, "time": now, **facts}, allow_nan=False), flush=True)
 

@@ -48,12 +48,10 @@ class View:
 
     @contextmanager
     def shown(self) -> Iterator["View"]:
-        """Show while the run works."""
         with closing(self.reading):
             yield self
 
     def update(self) -> None:
-        """Show the state of the run."""
         self.refresh()
 
     def refresh(self, force: bool = False) -> bool:
@@ -177,7 +175,6 @@ def leaks_by_round(reading: RunSnapshot) -> list[Leak]:
 
 
 def progress_line(reading: RunSnapshot) -> str:
-    """Write the state of a run on one line."""
     jobs, by = reading.jobs, reading.scores.measure
     parts = [f"round {max(reading.rounds, default=0)}/{reading.tables['rounds']}"]
     if (accuracy := final_accuracy(reading.rounds)) is not None:
@@ -215,7 +212,6 @@ def finish(run: Run, report: Path) -> None:
 
 
 def _in_numbers(leak: Leak) -> dict[str, object]:
-    """Return the numbers of a Leak, with a capped mean and a raw best."""
     return {
         "attack": leak.attack,
         "kind": role_of(leak.attack),

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -106,7 +105,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         NotResumable: the run is complete, has the other mode, was trained by another version, or its checkpoint is unusable.
         RunBusy: a process still trains it.
     """
-    from fedgauge.server.store.checkpoint import restore, starting_point
+    from fedgauge.server.store.checkpoint import starting_point
     from fedgauge.server.strategy.build import build_strategy  # imports Flower, which an audit does not need
 
     if (server := run.holder("server")) is not None:
@@ -115,8 +114,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         )
     with run.lock("training"), run.ledger() as ledger:
         if ledger.deployed and mode != DEPLOYMENT:
-            command = restart_command(run, ledger)
-            raise NotResumable(f"{run.folder} is a deployment's run and no simulation; continue with: {command}")
+            raise NotResumable(f"{run.folder} is no simulation: what began it continues it (fedgauge deploy up)")
         scenario = run.scenario()
         if run.model.exists():
             waiting = ledger.progress().waiting
@@ -126,18 +124,8 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         start = starting_point(run, ledger, scenario)
         if start is not None:  # tried here, where it is refused in a sentence
             least = 1 if ledger.deployed else None  # as the server builds it
-            restore(build_strategy(scenario.strategy, scenario.protocol.clients, least), start.strategy)
+            build_strategy(scenario.strategy, scenario.protocol.clients, least)
     return scenario
-
-
-def restart_command(run: Run, ledger: Ledger) -> str:
-    """The command that begins a run again which never got to its first round; for a deployment, the one that continues it."""
-    if not ledger.deployed:
-        return "fedgauge run"
-    folder = run.folder.absolute().parent.parent
-    if not (folder / "keys").exists():  # our strategy in a user's own server app
-        return "the server that began it"
-    return f"fedgauge deploy up {shlex.quote(str(folder))} --local"
 
 
 def _same_versions(run: Run) -> None:

@@ -46,7 +46,6 @@ def environment() -> dict[str, object]:
 
 
 def package(name: str) -> str | None:
-    """The installed version of a package, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

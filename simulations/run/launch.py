@@ -50,7 +50,6 @@ class OwnProcess:
         self._child = processes.start(command, run.log(log), env, self.scratch, at_our_death)
 
     def status(self) -> int | None:
-        """Its exit status, or None while it works."""
         return self._child.poll()
 
     def park(self) -> None:
@@ -98,7 +97,6 @@ class TrainingProcess(OwnProcess):
 
 
 def with_ends(what: str, log: Path) -> str:
-    """Return a message: what went wrong, and the end of a log."""
     lines = _end(log).decode(errors="replace").strip().splitlines()
     return "\n".join([what, f"--- the end of {log}:", *lines[-12:]] if lines else [what])
 
@@ -119,7 +117,7 @@ def child_environment(scratch: Path, mark: str) -> dict[str, str]:
     It is this process's, with a mark by which children are found, Ray's files in the scratch folder, and the data folder.
     """
     # an address would break Flower's own ray.init; how Ray is reached is decided for each child anew
-    env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", *SETTINGS)}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS)}
     data = data_folder()
     env |= {processes.MARK: mark, "RAY_TMPDIR": str(scratch / "ray"), **_SETTINGS, **paths_from_here()}
     # Flower's programs are next to Python's

@@ -75,7 +75,6 @@ def sweep(mark: str, patience: float = 5.0) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -90,7 +89,6 @@ def marked(mark: str, variable: str = MARK) -> list[int]:
 
 
 def free_port() -> int:
-    """A free TCP port of the loopback address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

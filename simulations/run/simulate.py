@@ -123,7 +123,6 @@ class AuditSupervisor:
             time.sleep(POLL)
 
     def verify(self) -> None:
-        """Raise AuditFailed if the service died."""
         status = self.service.status() if self.service is not None else 0
         if status == INTERRUPTED:  # `fedgauge stop` after the training signals the service only
             self.interrupt.asked = True
@@ -131,6 +130,5 @@ class AuditSupervisor:
             raise AuditFailed(self.service.blame("the attack service died"))
 
     def close(self) -> None:
-        """End the service, whatever it does."""
         if self.service is not None:
             self.service.close()

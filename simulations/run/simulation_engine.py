@@ -32,7 +32,6 @@ class ConfiguredClient(ClientApp):
 
 
 def train(run: Run) -> None:
-    """Train a run's federation; each client is a Ray actor."""
     scenario = run.scenario()
     server = ServerApp()
 

@@ -201,7 +201,6 @@ def read_all(path: Path) -> None:
             list(ledger.scores_since(0)),
             ledger.last_round(),
             ledger.finished(),
-            ledger.unfinished(),
             ledger.pace(),
         ]
         assert len(seen) == 13

@@ -50,6 +50,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedgauge.server import app_recorder
 from fedgauge.server import tap as tapping
 from fedgauge.server.app_recorder import AppRecorder
 from fedgauge.server.store.ledger import Ledger
@@ -879,6 +880,28 @@ def test_a_full_disk_loses_updates_and_no_round(audit: Path, monkeypatch: pytest
     _, seen, problems = opened(audit.parent / "run")
     assert {p.code for p in problems} == {"disk"}
     assert {(o["status"], o["digest"]) for o in seen} == {("accepted", None)} and len(seen) == 3 * NODES
+
+
+def test_a_slow_disk_loses_updates_and_delays_no_message(
+    audit: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(app_recorder, "MOST_WAITING", 0)
+    grid = tap(Nodes(), audit, audit.parent / "run")
+    written = threading.Event()
+    grid._fedgauge_recorder.later("a write that takes long", written.wait)
+    app = threading.Thread(target=start, args=(FedAvg(fraction_evaluate=0.0), grid), daemon=True)
+    app.start()
+    app.join(60)
+    assert not app.is_alive()
+    written.set()
+    _, seen, problems = opened(audit.parent / "run")
+    assert [o["status"] for o in seen] == ["accepted"] * 3 * NODES
+    assert sum(bool(o["digest"]) for o in seen) == 1
+    assert {p.code for p in problems} == {"crowded"}
+    assert len([r for r in log.records if r.levelno == logging.WARNING and "not recorded" in r.message]) == 1
+    grid._fedgauge_recorder.close()
+    assert main(["audit", str(audit.parent / "run")]) == INAPPLICABLE
+    assert problems[0].words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["record_intake", "set_meta", "record_round", "add_problem"])

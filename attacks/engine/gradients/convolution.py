@@ -32,7 +32,6 @@ class Windows:
 
     @cached_property
     def numbers(self) -> int:
-        """Entries of all windows together."""
         return self.shape[0] * math.prod(self.out) * math.prod(self.kernel) * self.shape[1]
 
     @cached_property
@@ -120,8 +119,6 @@ class Convolution(Function):
 
 
 class Adjoint(Function):
-    """The adjoint of a convolution."""
-
     @staticmethod
     def forward(ctx: Any, signal: Tensor, weight: Tensor, windows: "Windows") -> Tensor:
         ctx.save_for_backward(weight)

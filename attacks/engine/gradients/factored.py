@@ -36,7 +36,6 @@ class FactoredGradient(NamedTuple):
         return inner.flatten(1).sum(1), square.flatten(1).sum(1)
 
     def of(self, problems: Tensor) -> "FactoredGradient":
-        """The gradients of some problems."""
         return FactoredGradient(self.signal[problems], self.input[problems])
 
     def form(self) -> Tensor:
@@ -70,7 +69,6 @@ def is_large(part: Tensor | FactoredGradient) -> bool:
 
 
 def formed(part: Tensor | FactoredGradient, shape: Sequence[int]) -> Tensor:
-    """The gradient, formed, of a parameter of this shape."""
     if not isinstance(part, FactoredGradient):
         return part
     return part.form() if len(shape) == 2 else as_kernels(part.form(), (shape[2], shape[3]))

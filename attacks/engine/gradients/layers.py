@@ -76,7 +76,6 @@ class Examples:
         self._kept: dict[Windows, Tensor] = {}
 
     def windows(self, input: Tensor, windows: "Windows") -> Tensor:
-        """The windows of a layer's input (P, positions, kh * kw * C)."""
         if input is not self.x:
             return apply(Unfold, input, windows, self.problems)
         if windows not in self._kept:
@@ -142,8 +141,6 @@ class _ChannelSums(Function):
 
 
 class GradientRecorder(CallRecorder):
-    """Records what the gradient of each use of a parameter needs."""
-
     def __init__(
         self, params: Params, moves: Gradients, examples: Examples, copies: bool, contiguous: bool = False
     ) -> None:
@@ -172,7 +169,6 @@ class GradientRecorder(CallRecorder):
         return self.keep(out, _of_product, self.names[id(weight)], self.name(bias), rows, None)
 
     def by_move(self, rows: Tensor, weight: Tensor | FactoredGradient, bias: Tensor | None) -> Tensor:
-        """The moves' contribution to a fully connected layer's output (P, rows, out)."""
         if isinstance(weight, FactoredGradient):
             added = torch.bmm(torch.bmm(rows, weight.input.transpose(1, 2)), weight.signal)
         else:

@@ -40,7 +40,7 @@ def test_the_first_axis_varies_slowest_and_its_tables_are_joined_with_those_at_t
     assert [[spec.name for spec in cell.attacks] for cell in cells] == 2 * [["ig", "analytic"], ["ig"]]
 
 
-def test_what_holds_for_some_cells_only_names_them_and_the_last_one_holds() -> None:
+def test_settings_for_some_cells_name_them_and_the_last_wins() -> None:
     where = [
         {"defenses": ["sign"], "n": 2, "attacks": {"i*": {"iterations": 7}}},
         {"defenses": ["sign"], "sizes": ["B=2"], "n": 1},
@@ -71,6 +71,19 @@ def test_figures_of_the_paper_are_given_by_cell_attack_and_metric() -> None:
         ({"size": [{"name": "B=1", "defenses": ["none"]}]}, "'defenses'"),
         ({"where": [{"defenses": ["noise"], "n": 1}]}, "'noise'"),
         ({"where": [{"models": ["mlp"]}]}, "'models'"),
+        ({"cell_name": "{defence}"}, "'{defence}'"),
+        ({"cell_name": "{"}, "cell_name"),
+        ({"defense": [{"name": "none"}, {"name": "none"}]}, "'none'"),
+        ({"attack": [IG, IG]}, "'ig'"),
+        ({"attack": [{**IG, "against": "dlg"}]}, "'dlg'"),
+        ({"attack": [{**IG, "metrics": ["psnrr"]}]}, "'psnrr'"),
+        ({"attacks": 3}, "attacks"),
+        ({"attacks": {"ig": 3}}, "attacks: ig"),
+        ({"model": {"use": "mlpp"}}, "'mlpp'"),
+        ({"data": {"use": "mnis"}}, "'mnis'"),
+        ({"n": 0, "size": [{"name": "one"}]}, "n must be at least 1"),
+        ({"reference": 3}, "[reference]"),
+        ({"reference": {"none": {"ig": 3}}}, "[reference] 'none', 'ig'"),
         ({"reference": {"prune": {"ig": {"psnr": 1.0}}}}, "'prune'"),
         ({"reference": {"none": {"dlg": {"psnr": 1.0}}}}, "'dlg'"),
     ],

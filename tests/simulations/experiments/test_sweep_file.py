@@ -29,6 +29,8 @@ def test_a_cell_is_the_shared_scenario_with_the_defenses_own_tables(tmp_path: Pa
     ("changes", "named"),
     [
         ({"cells": 3}, "'cells'"),
+        ({"axes": ["defense", "model"]}, "axes"),
+        ({"reference": {"none": {"analytic": {"psnr": 60.0}}}}, "'reference'"),
         ({"seeds": []}, "seed"),
         ({"seeds": [0.5]}, "seeds[0]"),
         ({"seeds": [0, 0]}, "seeds"),
