@@ -226,7 +226,8 @@ def test_no_truth_is_written_unless_wanted(tmp_path: Path) -> None:
 def test_attacked_clients_have_equally_many_examples(tmp_path: Path) -> None:
     folder = app_of("unequal", tmp_path)
     run, observed = observe(folder, tmp_path / "runs", {}, 2, Console(quiet=True))
-    assert rehearse(run, observed, folder, 2).draft.scenario().tables["audit"]["clients"] == [0, 2]
+    drafted = tomllib.loads(rehearse(run, observed, folder, 2).draft.text())
+    assert drafted["audit"]["clients"] == [0, 2]
 
 
 @FULL
