@@ -226,8 +226,9 @@ def test_no_truth_is_written_unless_wanted(tmp_path: Path) -> None:
 def test_attacked_clients_have_equally_many_examples(tmp_path: Path) -> None:
     folder = app_of("unequal", tmp_path)
     run, observed = observe(folder, tmp_path / "runs", {}, 2, Console(quiet=True))
-    drafted = tomllib.loads(rehearse(run, observed, folder, 2).draft.text())
-    assert drafted["audit"]["clients"] == [0, 2]
+    truth = rehearse(run, observed, folder, 4).truth
+    attacked = [observed.clients[path.stem.split("-")[1]][0] for path in truth.glob("*-round-1.npz")]
+    assert attacked and len({sum(facts["sizes"]) for facts in attacked}) == 1
 
 
 @FULL
