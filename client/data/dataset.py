@@ -251,23 +251,22 @@ def _owners(
     labels: np.ndarray, clients: int, seed: int, partition: Partition, alpha: float, per_client: int, batch_size: int
 ) -> np.ndarray:
     """For each training image the client that holds it."""
+    seed = seed_of(seed, "partition") % 2**32
+    owner = np.full(len(labels), -1, dtype=np.int32)
+    if partition == "iid":
+        for c, rows in enumerate(np.array_split(np.random.default_rng(seed).permutation(len(labels)), clients)):
+            owner[rows] = c
+        return owner
     import datasets  # seconds to import, and needed only where the partition is not cached yet
     from flwr_datasets import partitioner as partitioners
 
-    seed = seed_of(seed, "partition") % 2**32
-    order = np.arange(len(labels))
-    if partition == "iid":
-        # flwr-datasets' iid partitioner assigns rows in their order, so the order is drawn here
-        order = np.random.default_rng(seed).permutation(len(labels))
-        chosen = partitioners.IidPartitioner(num_partitions=clients)
-    elif partition == "dirichlet":
+    if partition == "dirichlet":
         chosen = partitioners.DirichletPartitioner(
             clients, "label", alpha, min_partition_size=batch_size, self_balancing=False, seed=seed
         )
     else:
         chosen = partitioners.ShardPartitioner(clients, "label", num_shards_per_partition=per_client, seed=seed)
-    chosen.dataset = datasets.Dataset.from_dict({"label": labels[order].tolist(), "row": order.tolist()})
-    owner = np.full(len(labels), -1, dtype=np.int32)
+    chosen.dataset = datasets.Dataset.from_dict({"label": labels.tolist(), "row": list(range(len(labels)))})
     for c in range(clients):
         owner[np.asarray(chosen.load_partition(c)["row"], dtype=np.int64)] = c
     return owner

@@ -64,7 +64,7 @@ def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
         yield Notice(f"{words}.")
     if words := failure(ledger):
         yield Notice(f"{words}. After correcting the cause, try them again with:", f"{again} --retry failed")
-    if words := other_sizes(ledger, reading.tables["data"].get("batch_size", 1)):
+    if words := other_sizes(ledger, reading.tables):
         yield Notice(f"{words}.")
     if meta.get("truth_doubts"):
         yield Notice(f"The grades may be against wrong examples: {meta['truth_doubts']}.")

@@ -1,7 +1,8 @@
 """Participation of clients in the rounds, as the server saw it."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fedgauge.client.protocol import Protocol
@@ -38,9 +39,12 @@ def app_clients_table(ledger: Ledger) -> Table:
     return Table("Clients, numbered in the order of Flower's nodes, not by partition", columns, rows)
 
 
-def other_sizes(ledger: Ledger, assumed: int) -> str:
-    """Name the clients of a user's own app that report another number of examples than the audit assumes."""
-    others = [f"client {c} reports {_or(own)}" for c, own in sorted(_reported_sizes(ledger).items()) if own - {assumed}]
+def other_sizes(ledger: Ledger, tables: Mapping[str, Any]) -> str:
+    """Name the clients of a user's own app that report another number than the scenario's examples, or batches of them."""
+    assumed = tables.get("data", {}).get("batch_size", 1)
+    step = next((link["batch_size"] for link in tables.get("chain", ()) if "batch_size" in link), assumed)
+    expected = {assumed, math.ceil(assumed / step) if step < assumed else assumed}
+    others = [f"client {c} reports {_or(own)}" for c, own in sorted(_reported_sizes(ledger).items()) if own - expected]
     if not others:
         return ""
     taken = f"the audit assumes {many(assumed, 'example')} a round for each client (batch_size under [data])"

@@ -133,7 +133,7 @@ def audit(options: argparse.Namespace) -> int:
             if options.retry:
                 _retry(run, ledger, scenario, options.retry, console)
         waiting = ledger.progress().waiting
-        if waiting and (words := other_sizes(ledger, scenario.federation.shards.batch_size)):
+        if waiting and (words := other_sizes(ledger, scenario.tables)):
             console.print(f"warning: {words}", soft_wrap=True)  # before hours of work
         own = ledger.deployed and not ledger.foreign  # its training may fail, and be continued
 

@@ -99,12 +99,14 @@ class Observed:
 
     Attributes:
         language: what `save_language` returned.
+        mods: of the app's clients, by name.
     """
 
     clients: Mapping[str, Sequence[Mapping[str, Any]]]
     failed: Sequence[str] = ()
     frameworks: Sequence[str] = ()
     language: Mapping[str, Any] | None = None
+    mods: Sequence[str] = ()
 
     @property
     def nodes(self) -> list[str]:
@@ -122,7 +124,9 @@ def check_attackable(
         form: of the inputs.
     """
     x, y, network = arrays.get("x"), arrays.get("y"), first["network"]
-    if network is None:
+    if network is None and "func" in first["notes"]:
+        draft.refuse("network", first["notes"]["func"], "compute gradients by backward()")
+    elif network is None:
         seen = f" ({', '.join(observed.frameworks)} is loaded)" if observed.frameworks else ""
         draft.refuse(
             "network", f"no torch network was trained in this process{seen}",
@@ -142,7 +146,7 @@ def check_attackable(
         draft.refuse("adapter", f"is adapted by {kind}", "LoRA is attacked here", network)
     elif not form.next_token:
         if first["outside"]:
-            why = f"optimizers also train {first['outside']} parameters outside of it"
+            why = f"is trained with {first['outside']} parameters outside of it"
             draft.refuse("networks", why, "let one module hold all that is trained, and call it", network)
         elif isinstance(target := target_of(first, y), Problem):
             draft.refuse(target.code, target.why, target.remedy, network)
@@ -172,12 +176,17 @@ def write_draft(
         whole: uploads are weights, so that passes without an optimizer are steps; otherwise their gradients are summed.
     """
     first = observed.clients[attacked[0]][0]
+    sizes = first["sizes"]
     n, epochs, reordered = _examples(observed.clients[attacked[0]])
+    if first["dp"] is not None and len(set(sizes)) > 1:
+        each = max(1, sum(sizes) // len(sizes))
+        draft.note("batches", f"Opacus draws batches of {min(sizes)} to {max(sizes)} examples; the draft takes {each}")
+        sizes, n, epochs = [each] * len(sizes), each * len(sizes), 1
     draft.add("", "as recorded", rounds=rounds, clients=len(observed.clients))
     draft.add("[data]", form.origin, **form.data)
     of_public = [observed.clients[node][0] for node in public]
     _data(draft, of_public, n, form, target, files, len(observed.clients))
-    draft.add("[data]", f"examples of client {int(attacked[0]) - 1} in a round", batch_size=n)
+    draft.add("[data]", "examples of an attacked client in a round", batch_size=n)
     if target is not None:
         draft.add("[data]", "outputs of the network", classes=target.classes)
     draft.add("[model]", "the network's mode in training", mode=first["mode"])
@@ -198,11 +207,13 @@ def write_draft(
         draft.note(
             "steps", "no optimizer of torch made a step; the draft takes plain SGD, with the rate of the first update"
         )
-        passes = 1 if whole else len(first["sizes"])
-        steps = [PLAIN | {"passes": passes}] * (len(first["sizes"]) // passes)
+        passes = 1 if whole else len(sizes)
+        steps = [PLAIN | {"passes": passes}] * (len(sizes) // passes)
     scale = 1.0 if form.language or not first["steps"] else _scale(draft, first, steps[0]["passes"])
-    _training(draft, first["sizes"], steps, n, epochs, reordered, scale, first["proximal_mu"])
+    _training(draft, sizes, steps, n, epochs, reordered, scale, first["proximal_mu"])
     draft.add("[audit]", "attacks that fit, in minutes", effort="quick", executor="local")
+    if observed.mods:
+        draft.note("mods", f"uploads pass through {', '.join(observed.mods)}, which the draft leaves out")
     if form.language and not form.language["tokenizer"]:
         draft.note("tokenizer", "the app's tokenizer was not found; reports show token ids as words")
     known = {"values"} if form.next_token else set()  # the loss of words reads all but the last output
@@ -303,12 +314,12 @@ def _training(
     """
     group = steps[0]["groups"][0]
     name = OPTIMIZERS.get(steps[0]["optimizer"])
+    if len({json.dumps([g.get("lr"), g.get("weight_decay"), g.get("momentum")]) for g in steps[0]["groups"]}) > 1:
+        draft.note("groups", "parameter groups have different settings; the draft takes those of the first")
     if name is None:
         draft.note("optimizer", f"{steps[0]['optimizer']} is taken for plain SGD")
         name = "sgd"
-    if len({json.dumps([g.get("lr"), g.get("weight_decay"), g.get("momentum")]) for g in steps[0]["groups"]}) > 1:
-        draft.note("groups", "parameter groups have different settings; the draft takes those of the first")
-    if odd := [key for key in UNSUPPORTED if group.get(key)]:
+    elif odd := [key for key in UNSUPPORTED if group.get(key)]:
         draft.note("optimizer", f"{steps[0]['optimizer']} has {', '.join(odd)}, which the draft leaves out")
     values: dict[str, Any] = {"use": "local_training", "rate": float(group["lr"])}
     if scale is None:

@@ -1,6 +1,5 @@
 """Save the language model that an app trains, with its tokenizer, as the networks `encoder` and `decoder` read them."""
 
-import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ def save_language(trained: Sequence[Training], folder: Path) -> dict[str, Any] |
         pad = next((i for i in range(size) if i not in used), 0)
     base.config.save_pretrained(folder)
     run_files.write(folder / "model.safetensors", save(_without_adapter(base), {"format": "pt"}))
-    found = _tokenizer(transformers.PreTrainedTokenizerBase, size, pad)
+    found = _tokenizer([t for seen in trained for t in seen.tokenizers if len(t) <= size], pad)
     words = found or transformers.PreTrainedTokenizerFast(**_numbers(size, pad, ids))
     words.save_pretrained(folder)
     adapter = _adapter(network, base) if hasattr(network, "peft_config") else None
@@ -49,9 +48,8 @@ def _without_adapter(base: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _tokenizer(kind: type, size: int, pad: int) -> Any:
-    """Return the app's tokenizer, if it is still in memory and has this padding."""
-    found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kind) and len(each) <= size]
+def _tokenizer(found: Sequence[Any], pad: int) -> Any:
+    """Return the app's tokenizer, the one with this padding."""
     own = (t.eos_token_id if t.pad_token_id is None else t.pad_token_id for t in found)
     return next((t for t, padding in zip(found, own, strict=True) if padding == pad and t.is_fast), None)
 

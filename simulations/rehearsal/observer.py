@@ -4,6 +4,7 @@ Torch's own entry points are watched in the process that runs the app: calls of 
 optimizers. The app computes the same.
 """
 
+import gc
 import inspect
 import math
 import sys
@@ -69,6 +70,7 @@ class Training:
         start: the network's state before the first pass, of the process's first training.
         proximal_mu: the weight of FedProx's term, if the server sends one.
         pad: the token id at positions that an attention mask hides.
+        tokenizers: those in memory at the process's first pass with token ids; most apps drop them afterwards.
         notes: what a scenario cannot express, by code.
     """
 
@@ -87,12 +89,14 @@ class Training:
     start: dict[str, Tensor] | None = None
     proximal_mu: float | None = None
     pad: int | None = None
+    tokenizers: list[Any] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
     depth: int = 0
     max_norm: float | None = None
     means: list[float] = field(default_factory=list)  # of the losses since the last backward pass
     factor: float = 1.0  # of a gradient scaler
+    passed: tuple[str, Sequence[Tensor]] = ("", ())  # the last other network, and its outputs without gradients
 
     def enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a call of a module that no other module called."""
@@ -120,10 +124,15 @@ class Training:
         tensors = list(named.values()) if ids is None else [ids]
         if ids is not None:
             self._reads(named)
+            if self.start is not None and not self.x:
+                self.tokenizers = _tokenizers()
         elif len(tensors) != 1:
             self.notes["inputs"] = f"the network takes {len(tensors)} tensors ({', '.join(named)})"
         if not tensors:
             return
+        name, outputs = self.passed
+        if any(t.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr() for t in outputs):
+            self.notes["features"] = f"inputs are outputs of {name}, and these are attacked, not what {name} takes"
         self.bytes += tensors[0].nbytes
         if self.bytes > MOST_BYTES:
             self.notes["large"] = "a client trains on more data than is kept in memory; the first part was kept"
@@ -152,6 +161,16 @@ class Training:
         """Note the output of the network."""
         result = getattr(result, "logits", result)  # as Hugging Face's networks return them
         if module is not self.network:
+            if next(module.parameters(), None) is not None:
+                parts = (
+                    result.values()
+                    if isinstance(result, Mapping)
+                    else result
+                    if isinstance(result, tuple)
+                    else [result]
+                )
+                outputs = [t for t in parts if isinstance(t, Tensor) and not t.requires_grad]
+                self.passed = type(module).__name__, outputs
             return
         if isinstance(result, Tensor):
             self.output = tuple(result.shape)
@@ -200,6 +219,16 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return found | {k: v for a in args if isinstance(a, Mapping) for k, v in a.items()}
 
 
+def _transforms() -> bool:
+    """Check if a transform of torch.func is at work, whose tensors may have no values."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _tokenizers() -> list[Any]:
+    kind: Any = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerBase", ())
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the network inside the wrappers of Opacus, data parallelism and torch.compile."""
     while True:
@@ -243,7 +272,9 @@ class Observer:
         @wraps(call)
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None:
+            if now is None or _transforms():
+                if now is not None:
+                    now.notes["func"] = "torch.func computes gradients, and is not observed"
                 return call(module, *args, **kwargs)
             now.depth += 1
             try:
@@ -313,7 +344,7 @@ class _Losses(TorchFunctionMode):
         if func is Tensor.backward:
             self._now.goes_back(args[0])
         value = func(*args, **kwargs)
-        if func in LOSSES and torch.is_grad_enabled():
+        if func in LOSSES and torch.is_grad_enabled() and not _transforms():
             self._now.computes(LOSSES[func], inspect.signature(func).bind(*args, **kwargs), value)
         return value
 

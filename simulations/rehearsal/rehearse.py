@@ -121,7 +121,15 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         draft.refuse("clients", "one client trained, and none is left to provide public data", "raise --clients")
     if draft.fatal or form is None:
         return refused
-    attacked = nodes[:-1][:clients]
+    sizes = {node: sum(observed.clients[node][0]["sizes"]) for node in nodes}
+    alike = nodes[:-1] if first["dp"] else [node for node in nodes[:-1] if sizes[node] == sizes[nodes[0]]]
+    attacked = alike[:clients]  # a scenario has one size; Opacus draws it
+    public = [node for node in nodes if node not in attacked]
+    if len(attacked) < min(clients, len(nodes) - 1):
+        counts = ", ".join(map(str, sizes.values()))
+        draft.note(
+            "sizes", f"clients train on {counts} examples a round; only those with {sizes[nodes[0]]} are attacked"
+        )
     files = run.folder.absolute() / "observed"  # the scenario is read from the app's folder
     with run.ledger() as ledger:
         rows = [row for row in ledger.observations() if row["digest"]]
@@ -133,7 +141,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         )
         return refused
     rounds = max(row["round"] for row in rows)
-    write_draft(draft, observed, attacked, nodes[len(attacked) :], form, target, rounds, files, whole)
+    write_draft(draft, observed, attacked, public, form, target, rounds, files, whole)
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
     built = () if form.language else first["built"]
     packages = tuple({call["module"].partition(".")[0]: None for call in built}.keys() - LIBRARIES)

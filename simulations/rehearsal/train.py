@@ -60,7 +60,9 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
         for node, rounds in grid.trained.items()
     }
     frameworks = [name for name in FRAMEWORKS if name in sys.modules]
-    return {"clients": clients, "failed": grid.failed, "frameworks": frameworks, "language": language}
+    mods = [getattr(mod, "__name__", type(mod).__name__) for mod in getattr(client, "_mods", ())]
+    own = {"failed": grid.failed, "frameworks": frameworks, "language": language, "mods": mods}
+    return {"clients": clients, **own}
 
 
 def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, name: str) -> dict[str, Any]:

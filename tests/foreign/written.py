@@ -134,6 +134,25 @@ for images, labels in loader:
     optimizer.step()""",
         "upload": "net._module.state_dict()",
     },
+    "poisson": {
+        "train": """from opacus import PrivacyEngine
+
+torch.manual_seed(len(y) + context.node_id)
+loader = DataLoader(TensorDataset(x, y), batch_size=4)
+settings = {"noise_multiplier": 0.01, "max_grad_norm": 1.0}
+net, optimizer, loader = PrivacyEngine().make_private(
+    module=net, optimizer=optimizer, data_loader=loader, **settings
+)
+for images, labels in loader:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(images), labels).backward()
+    optimizer.step()""",
+        "upload": "net._module.state_dict()",
+    },
+    "modified": {
+        "imports": "from flwr.clientapp.mod import LocalDpMod\n",
+        "further": "client = ClientApp(mods=[LocalDpMod(1.0, 0.5, 50.0, 1e-5)])\n\n\n",
+    },
     # ------------------------------------------------------------------------------------------ labels and losses
     "multi_label": {
         "train": """findings = torch.stack([(y % 2 == k % 2).float() for k in range(10)], 1)
@@ -277,6 +296,32 @@ def sent(net):
         "train": "nn.functional.cross_entropy(net(x.flatten(1)), y).backward()\noptimizer.step()",
         "start": "Dense().state_dict()",
     },
+    "features": {
+        "further": "def body():\n    torch.manual_seed(0)\n    return nn.Linear(64, 16)\n\n\n"
+        "def head():\n    return nn.Linear(16, 10)\n\n\n",
+        "network": "head()",
+        "train": """with torch.no_grad():
+    seen = body()(x.flatten(1))
+nn.functional.cross_entropy(net(seen), y).backward()
+optimizer.step()""",
+        "start": "head().state_dict()",
+    },
+    "functional": {
+        "optimizer": "",
+        "train": """from torch.func import functional_call, grad, vmap
+
+
+def loss(params, image, label):
+    return nn.functional.cross_entropy(functional_call(net, params, (image[None],)), label[None])
+
+
+params = {name: p.detach() for name, p in net.named_parameters()}
+gradients = vmap(grad(loss), in_dims=(None, 0, 0))(params, x, y)
+for name, p in net.named_parameters():
+    p.data -= 0.1 * gradients[name].mean(0)""",
+    },
+    # ----------------------------------------------------------------------------------------------- the clients
+    "unequal": {"count": "8 - partition % 2"},
     # ---------------------------------------------------------------------------------------------- the uploads
     "gradients": {
         "optimizer": "",

@@ -18,6 +18,7 @@ from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.components import SpecError, call_checked
 from fedgauge.client.data import images
 from fedgauge.client.data.dataset import Dataset, Partition, batch_of, split
+from fedgauge.client.rng import seed_of
 
 Make = Callable[..., Any]
 
@@ -128,6 +129,20 @@ def test_nobody_shares_an_image(seed: int, clients: int, partition: Partition, a
     assert rest == 0 if partition != "shards" else 0 <= rest < 2 * clients
     assert min(map(len, shards.indices)) >= batch_size
     assert len(shards.auxiliary_batch().x) == auxiliary
+
+
+@pytest.mark.parametrize("clients", [1, 3, 7])
+def test_iid_shards_are_those_of_flwr_datasets(clients: int) -> None:
+    import datasets
+    from flwr_datasets.partitioner import IidPartitioner
+
+    rows = np.random.default_rng(seed_of(5, "partition") % 2**32).permutation(300)
+    theirs = IidPartitioner(num_partitions=clients)
+    theirs.dataset = datasets.Dataset.from_dict({"row": rows.tolist()})
+    shards = split(toy(), clients, 5, "iid", auxiliary=100)
+    kept = torch.cat(shards.indices).sort().values
+    for c, mine in enumerate(shards.indices):
+        assert torch.equal(mine, kept[torch.tensor(theirs.load_partition(c)["row"]).sort().values])
 
 
 def test_iid_shards_are_equal_and_alike(digits: Dataset) -> None:

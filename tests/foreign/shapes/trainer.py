@@ -20,9 +20,11 @@ server = ServerApp()
 TEXTS = "the cat sleeps|a dog runs home|the bird sings|a fish swims in the lake|the horse eats|a cow drinks water"
 VOCABULARY = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *sorted(set(TEXTS.replace("|", " ").split()))])}
 
-words = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[UNK]"))
-words.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+
+def load_tokenizer():
+    words = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
 
 
 def network():
@@ -35,6 +37,7 @@ def network():
 def train(message, context):
     net = network()
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    tokenizer = load_tokenizer()
     texts, mine = TEXTS.split("|"), context.node_config["partition-id"]
     rows = [dict(tokenizer(texts[(mine + k) % 6], return_token_type_ids=False), labels=k % 2) for k in range(2)]
     settings = TrainingArguments(

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.views.participation import app_clients_table, other_sizes, rounds_seen
 
@@ -32,4 +34,15 @@ def test_a_client_with_many_reported_sizes_makes_no_long_sentence() -> None:
     app: Any = App()
     ((client, node, size),) = app_clients_table(app).rows
     assert (client, node) == (0, "1") and str(size).endswith("2997 more") and len(str(size)) < 50
-    assert len(other_sizes(app, 5)) < 300
+    assert len(other_sizes(app, {"data": {"batch_size": 5}})) < 300
+
+
+@pytest.mark.parametrize(("step", "doubtful"), [(32, False), (16, True), (91, True)])
+def test_clients_may_report_their_batches(step: int, doubtful: bool) -> None:
+    class Batches(App):
+        def observations(self) -> list[dict[str, Any]]:
+            return [{"client": 0, "status": "accepted", "examples": 3}]
+
+    app: Any = Batches()
+    chain = [{"use": "freeze"}, {"use": "local_training", "batch_size": step}]
+    assert bool(other_sizes(app, {"data": {"batch_size": 91}, "chain": chain})) is doubtful

@@ -97,12 +97,15 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
         pytest.param("batches", "examples", True, marks=FULL),
         pytest.param("by_hand", "steps", True, marks=FULL),
         pytest.param("own_head", "private", True, marks=FULL),
+        pytest.param("features", "features", True, marks=FULL),
         pytest.param("sentences", "tokenizer", True, marks=FULL),
         pytest.param("next_words", "tokenizer", True, marks=FULL),
         pytest.param("lora", "tokenizer names", True, marks=FULL),
         pytest.param("trainer", "", True, marks=FULL),
         pytest.param("groups", "groups", False, marks=FULL),
         pytest.param("private", "noise", False, marks=FULL),
+        pytest.param("poisson", "batches noise", False, marks=FULL),
+        pytest.param("modified", "mods", False, marks=FULL),
     ],
 )
 def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: Path) -> None:
@@ -117,6 +120,7 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("views", "output", marks=FULL),
         pytest.param("two_networks", "networks", marks=FULL),
         ("trees", "network"),
+        pytest.param("functional", "network", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
     ],
 )
@@ -216,6 +220,15 @@ def test_no_truth_is_written_unless_wanted(tmp_path: Path) -> None:
     (run,) = (tmp_path / "runs").iterdir()
     assert not (run / "truth").exists()
     assert not any(metric == "psnr" for *_, metric, _value in scores_of(Run.open(run)))
+
+
+@FULL
+def test_attacked_clients_have_equally_many_examples(tmp_path: Path) -> None:
+    folder = app_of("unequal", tmp_path)
+    run, observed = observe(folder, tmp_path / "runs", {}, 2, Console(quiet=True))
+    truth = rehearse(run, observed, folder, 4).truth
+    attacked = [observed.clients[path.stem.split("-")[1]][0] for path in truth.glob("*-round-1.npz")]
+    assert attacked and len({sum(facts["sizes"]) for facts in attacked}) == 1
 
 
 @FULL
