@@ -127,12 +127,6 @@ class Knowledge:
         columns: of a table's rows; None for other examples.
         plain: differentiate by plain autograd and in loops, for a model that torch.func or vmap refuses.
         label_kind: one class, findings, numbers or none.
-
-    Example:
-        >>> from fedgauge.client.local_training import local_sgd
-        >>> local = Chain((local_sgd(rate=0.5, steps=4),))
-        >>> Knowledge(nn.Flatten(), local, (1, 2, 2), classes=4, batch_size=1, mean=(0.5,), std=(0.25,)).scale
-        2.0
     """
 
     model: nn.Module
@@ -162,21 +156,15 @@ class Knowledge:
 
     @property
     def public(self) -> Batch:
-        """The auxiliary examples.
-
-        Raises:
-            ValueError: the attacker has none.
-        """
-        if self.auxiliary is None:
-            raise ValueError("the attacker has no auxiliary examples: set [data] auxiliary above 0")
-        return self.auxiliary
+        """The auxiliary examples; ValueError if there are none."""
+        return self.enough(1)
 
     def enough(self, least: int, remedy: str = "raise [data] auxiliary") -> Batch:
-        """The auxiliary examples; ValueError where they are fewer than these."""
+        """The auxiliary examples; ValueError if they are fewer than these."""
         count = 0 if self.auxiliary is None else len(self.auxiliary.y)
-        if count < least:
+        if self.auxiliary is None or count < least:
             raise ValueError(f"it needs {least} auxiliary examples, and there are {count}: {remedy}")
-        return self.public
+        return self.auxiliary
 
     def _chained(self, compute: UpdateFn) -> UpdateFn:
         return (per_example_loop(self.chain.mean) if self.plain else self.chain.mean)(compute)
@@ -275,7 +263,7 @@ class Budget(Checked):
     Args:
         iterations: gradient evaluations, at least 1.
         restarts: independent starts, at least 1; the attack's own objective chooses among them.
-        seconds: of the whole wave, above 0; default: no limit.
+        seconds: for the whole batch of updates, above 0; default: no limit.
 
     Example:
         >>> str(Budget(iterations=1000, restarts=2))
@@ -288,7 +276,7 @@ class Budget(Checked):
 
     def __str__(self) -> str:
         words = f"{_counted(self.iterations, 'iteration')} x {_counted(self.restarts, 'restart')}"
-        return words + (f", at most {self.seconds:g} s a wave" if self.seconds is not None else "")
+        return words + (f", at most {self.seconds:g} s for a batch of updates" if self.seconds is not None else "")
 
 
 def _counted(n: int, noun: str) -> str:
@@ -303,7 +291,7 @@ class Reconstruction:
         x: (B, C, H, W) in [0, 1], token ids (B, L) int64, padded like the data, or rows (B, D); None: nothing to grade.
         y: (B, ...) labels as restored, given or optimised; None: the attack claims none.
         objective: of the attack itself, at the end; it chooses among restarts.
-        iterations, seconds: spent; the seconds of a wave are shared equally among its observations.
+        iterations: spent; seconds: a wave's are shared equally among its observations, by the audit, which measures them.
         status: converged (ran its schedule to the end), out_of_budget (time ended it), diverged, not_applicable.
         reason: why the status is not converged; for converged ones an optional note on what is proven or how it was found.
         confidence: of a row's cells (B, F) in [0, 1], as the attack judges itself; None: it does not.

@@ -121,7 +121,7 @@ CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("standard", _search("precode_joint", "shadow")),
     ("standard", {"use": "grad_inversion"}),
     ("standard", _search("gifd", "shadow")),
-    ("thorough", _search("gifd", "off", given=True)),  # where little hides the update, as given is often ahead
+    ("thorough", _search("gifd", "off", given=True)),  # often better if the defense hides little
     ("thorough", _search("gifd", "shadow", given=True)),
     ("thorough", {"use": "idlg", "name": "idlg_labels_given", "labels": "given"}),  # ahead on smooth networks
     ("thorough", {"use": "class_gaussian", "name": "class_gaussian_labels_given", "labels": "given"}),

@@ -38,7 +38,7 @@ class GaussianPrior:
         axes: (r, d) orthonormal.
         variances: (r,) along the axes, above 0.
         rest: variance in each of the d - r directions orthogonal to them, above 0.
-        shrinkage: used in the fit.
+        shrinkage: used in the fit, in (0, 1].
     """
 
     mean: Tensor
@@ -48,17 +48,8 @@ class GaussianPrior:
     shrinkage: float = 0.0
 
     @classmethod
-    def of(cls, mean: Tensor, covariance: Tensor) -> "GaussianPrior":
-        variances, axes = torch.linalg.eigh(covariance.double())
-        return cls(mean.double(), axes.T, variances)
-
-    @classmethod
-    def fit(cls, x: Tensor, shrinkage: float | None = None) -> "GaussianPrior":
-        """Fit to images x (N, ...): their covariance, shrunk towards its mean variance so that it is invertible.
-
-        Args:
-            shrinkage: in (0, 1]; default: Ledoit and Wolf's estimate of the best (2004).
-        """
+    def fit(cls, x: Tensor) -> "GaussianPrior":
+        """Fit to images x (N, ...): their covariance, shrunk towards its mean variance so that it is invertible."""
         flat = x.flatten(1).double()
         count, size = flat.shape
         mean = flat.mean(0)
@@ -67,8 +58,7 @@ class GaussianPrior:
         if not average > 0:
             raise ValueError(f"a prior needs auxiliary images that differ, got {count}")
         variances, axes = _principal(centred)
-        if shrinkage is None:
-            shrinkage = _ledoit_wolf(centred, variances, average)
+        shrinkage = _ledoit_wolf(centred, variances, average)
         shrunk = (1 - shrinkage) * variances + shrinkage * average
         return cls(mean, axes, shrunk, shrinkage * average, shrinkage)
 

@@ -92,9 +92,10 @@ def _learned(wave: Wave, known: Knowledge, dummies: "Dummies", labels: list[Tens
     if rule is None or not rule.better:
         return labels
     seen = [rows(wave.alone(k)) for k in range(len(wave))]
-    told = [bool(r.isfinite().all() and r.any()) for r in seen]
+    informative = [bool(r.isfinite().all() and r.any()) for r in seen]
     return [
-        _labels(rule.counts(r[None])[0].numpy()) if tells else y for r, tells, y in zip(seen, told, labels, strict=True)
+        _labels(rule.counts(r[None])[0].numpy()) if known else y
+        for r, known, y in zip(seen, informative, labels, strict=True)
     ]
 
 

@@ -6,7 +6,7 @@ remainder can be learned: the same linear map for all classes, from a class's ro
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -86,13 +86,7 @@ def likeliest_counts(value: Tensor) -> Tensor:
     return counts
 
 
-def label_rule(
-    known: Knowledge,
-    params: Params,
-    rows: Rows,
-    published: Callable[[Update], Tensor],
-    cache: TensorCache | None = None,
-) -> LabelRule | None:
+def label_rule(known: Knowledge, params: Params, rows: Rows, published: Callable[[Update], Tensor]) -> LabelRule | None:
     """The rule for a threat model and weights.
 
     None if there are too few auxiliary images, if its updates are drawn one by one, or if the classifier is too wide.
@@ -108,8 +102,7 @@ def label_rule(
     model = (str(known.model), known.model.training, params, dict(known.model.named_buffers()))
     threat = (known.chain, known.batch_size, known.mean, known.std, known.loss)
     name = f"labels-{digest(VERSION, *model, *images, *threat)}"
-    cache = replace(cache or TensorCache.own(), device=torch.device("cpu"))
-    return LabelRule(**cache.get(name, lambda: _learned(known, params, rows, published, name)))
+    return LabelRule(**TensorCache.own().get(name, lambda: _learned(known, params, rows, published, name)))
 
 
 def _learned(

@@ -89,7 +89,15 @@ class PlannedAttack:
 
     @classmethod
     def from_table(cls, table: Table, where: str) -> "PlannedAttack":
-        """From an [[attack]] table; SpecError names what is wrong in it."""
+        """Read an `[[attack]]` table.
+
+        Args:
+            table: as `tomllib` parses it.
+            where: its place in the scenario, for messages.
+
+        Raises:
+            SpecError: the message names the mistake.
+        """
         spent = {k: v for k, v in table.items() if k in _BUDGET}
         component = {k: v for k, v in table.items() if k not in _OWN}
         attack = build(component, where, ATTACK, more_keys=_OWN)
@@ -125,9 +133,9 @@ class PlannedAttack:
 
     @cached_property
     def metric(self) -> str:
-        """The metric that it headlines, if it reconstructs nothing; empty of an attack that reconstructs.
+        """The metric to report for an attack that reconstructs nothing; empty for an attack that reconstructs.
 
-        Of a user's own attack a ledger has it (`to_json`), as a module that may not be loaded is also listed.
+        The ledger keeps it for a user's own attack (`to_json`), which is also listed if its module may not be loaded.
         """
         try:
             return self.build().metric
@@ -158,7 +166,7 @@ class PlannedAttack:
             return False
 
     def to_json(self) -> str:
-        """Every field on one line, equal for equal plans: part of a job's key, and what a worker receives."""
+        """Return every field as one line of JSON, equal for equal plans: part of a job's key, and what a worker receives."""
         spec = {k: v for k, v in dataclasses.asdict(self).items() if k not in _OMITTED or v != _OMITTED[k]}
         if not self.is_limit and self.metric and not is_own(self.table, self.kind):
             spec["question"] = self.metric
@@ -166,10 +174,10 @@ class PlannedAttack:
 
     @classmethod
     def from_json(cls, text: str) -> "PlannedAttack":
-        """The inverse of `to_json`.
+        """Read the text that `to_json` wrote.
 
         Raises:
-            SpecError: it wrote no such text.
+            SpecError: the text is not of that form.
         """
         where = "a planned attack"
         try:

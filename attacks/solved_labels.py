@@ -52,14 +52,10 @@ def outputs_of(known: Knowledge, params: Params, layer: str) -> Outputs:
         shares: list[Callable[[Tensor], Tensor]] = [partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1)]
         for activation in [*ACTIVATIONS.values(), *shares]:
             if close(activation(last.output).view_as(result), result):
-                return partial(_outputs, activation, result.shape[1:])
+                return lambda z: activation(z).view(len(z), *result.shape[1:])
     raise NotRestored(
         f"the network's outputs are no plain function of its last fully connected layer, {layer!r}; {OPTIMISED}"
     )
-
-
-def _outputs(activation: Callable[[Tensor], Tensor], shape: torch.Size, z: Tensor) -> Tensor:
-    return activation(z).view(len(z), *shape)
 
 
 def derivative(known: Knowledge, outputs: Outputs, z: Tensor, y: Tensor) -> Tensor:

@@ -27,8 +27,12 @@ class FederationSource:
     """A federation in memory: its clients' updates, and their batches as the truth.
 
     Args:
+        federation: the clients, their data and their network.
         blind: there is no truth, as in a deployment.
-        given: a truth in place of the federation's own.
+        given: `(client, round) -> batch`, a truth in place of the federation's own.
+
+    Raises:
+        SpecError: on first use of a part that the protocol describes wrongly.
 
     Example:
         >>> from fedgauge.client.protocol import Protocol
@@ -52,17 +56,17 @@ class FederationSource:
         return modality_of(self.federation.shards.dataset)
 
     def truth(self, client: int, round: int) -> Batch:
-        """The private examples behind what the server sees of a client.
+        """Return the private examples behind the server's view of a client in a round.
 
         Raises:
-            ValueError: there is no truth.
+            ValueError: the source is blind.
         """
         if self.blind:
             raise ValueError(NO_TRUTH)
         return (self.given or self.federation.batch_at)(client, round)
 
     def trained_on(self, wave: Wave, client: int) -> Batch | None:
-        """The same as the chain changed them before training; None if it changes none."""
+        """Return the same examples after the chain's batch transforms, such as mixup; None if there are none."""
         if self.given is not None:
             return None
         return self.federation.trained_on(wave.params, wave.buffers, client, wave.round)

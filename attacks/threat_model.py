@@ -32,7 +32,7 @@ def public_knowledge(
         members: clients that the server sees as one sum; default: a whole group.
     """
     dataset, members = fed.shards.dataset, members or len(fed.protocol.groups(1)[0])
-    return Knowledge(
+    known = Knowledge(
         model=fed.model,
         chain=fed.as_seen(fed.chain if chain is None else chain, members),
         shape=dataset.shape,
@@ -43,8 +43,8 @@ def public_knowledge(
         auxiliary=fed.shards.auxiliary_batch() if auxiliary is None else auxiliary,
         loss=fed.loss,
         label_kind=fed.label_kind,
-        **modality_of(dataset).known(),
     )
+    return modality_of(dataset).informed(known)
 
 
 def needs_truth(planned: PlannedAttack) -> bool:

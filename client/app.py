@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fedgauge.client.arrays import npy_array
 from fedgauge.client.deployment.deployed_client import DeployedClient, UpdatePolicy, self_audit
-from fedgauge.client.deployment.guard import WITHHELD, guard_memory, inspect_message, withheld
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_mod import RECORD as SUM
 from fedgauge.client.deployment.secure_sum_mod import secure_sum
@@ -29,7 +28,7 @@ from fedgauge.client.deployment.self_grading import grade as grade_images
 from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch, digest_of
 from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation, federation
-from fedgauge.client.inspection.policy import REASON
+from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.client.models.vision import detached_params, floating_buffers
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
@@ -87,25 +86,32 @@ def train(message: Message, context: Context) -> Message:
         return Message(Error(STRAGGLED, "straggler: too late by the scenario's [stragglers]"), reply_to=message)
     params = message.content.array_records["arrays"].to_torch_state_dict()
     buffers = message.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
-    with guard_memory(context.state) as met:
-        rng = generator(fed.protocol.seed, "inspection", client, round)
-        inspection = inspect_message(fed.protocol.guard, fed.model, round, dict(params), met, rng)
-    if inspection.withhold:  # nothing in a simulation is secret: the run records what only the owner would learn
-        return Message(Error(WITHHELD, f"{REASON}: {inspection.withhold}"), reply_to=message)
-    memory = context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict()
+    met, rng = _memory(context, "inspected"), generator(fed.protocol.seed, "inspection", client, round)
+    guard = fed.protocol.guard
+    results = guard.findings(fed.model, dict(params), round, met, rng)
+    _remember(context, "inspected", met)
+    # nothing in a simulation is secret: the run records what only the owner would learn
+    if reasons := guard.withhold(results):
+        return Message(Error(WITHHELD, f"{REASON}: {reasons}"), reply_to=message)
+    memory = _memory(context, "memory")
     update = fed.own_update(dict(params), buffers, client, round, memory)
-    _remember(context, memory)
+    _remember(context, "memory", memory)
     reply = _reply(message, fed, update, buffers)
-    if inspection.words:
+    if words := guard.report(results, round):
         reply.content["guard"] = ConfigRecord(
-            {"words": inspection.words, "alarm": inspection.alarm, "suspicion": inspection.suspicion}
+            {"words": words, "alarm": bool(results.alarms), "suspicion": results.suspicion}
         )
     return reply
 
 
-def _remember(context: Context, memory: dict[str, Tensor]) -> None:
+def _memory(context: Context, name: str) -> dict[str, Tensor]:
+    """Return what the client keeps from round to round under this name."""
+    return dict(context.state.array_records.get(name, ArrayRecord()).to_torch_state_dict())
+
+
+def _remember(context: Context, name: str, memory: dict[str, Tensor]) -> None:
     if memory:
-        context.state["memory"] = ArrayRecord(_contiguous(memory))
+        context.state[name] = ArrayRecord(_contiguous(memory))
 
 
 def _reply(message: Message, fed: Federation, update: Update, buffers: Mapping[str, Tensor]) -> Message:
@@ -185,7 +191,7 @@ def _answer_with_update(message: Message, context: Context, own: DeployedClient,
     if mu not in (None, agreed):
         raise RequestRefused("the server asks for a different proximal-mu than this client applies")
     params, buffers = _sent(message, own)
-    memory = dict(context.state.array_records.get("memory", ArrayRecord()).to_torch_state_dict())
+    memory = _memory(context, "memory")
     rows = own.draw(round)
     batch = own.owner.batch(rows)
     drawn = DrawnBatch(context.run_id, tuple(rows), digest_of(batch))
@@ -194,29 +200,30 @@ def _answer_with_update(message: Message, context: Context, own: DeployedClient,
     facts = {"run": context.run_id, "round": round, "entries": entries, "terms": own.terms}
     if suspicious := _suspicious(own, params, round, context.run_id, state):
         state.note("withheld", **facts, cause=suspicious)
-        return withheld(message)
+        return Message(Error(WITHHELD, REASON), reply_to=message)
     update = own.compute(params, buffers, batch, memory)
     reply = _reply(message, own, update, buffers)  # before the audit, which uses the same model
     with own.owner.allowing():  # the audit may come from one of the owner's packages
         objection = _objection(own, params, buffers, update, reply, rows)
     if objection:
         state.note("withheld", **facts, cause=objection)
-        return withheld(message)
+        return Message(Error(WITHHELD, REASON), reply_to=message)
     state.keep_drawn(round, replace(drawn, sent=True))
-    _remember(context, memory)  # only now: the state counts what was sent
+    _remember(context, "memory", memory)  # only now: the state counts what was sent
     state.note("sent", **facts, examples=len(rows))
     return reply
 
 
 def _suspicious(own: DeployedClient, params: Params, round: int, run: int, state: ClientFolder) -> str:
     """Return the guard's reason to refuse these weights; empty without a guard, or if it only logs."""
-    if own.owner.guard is None or own.owner.guard.inspect == "off":
+    guard = own.owner.guard
+    if guard is None or guard.inspect == "off":
         return ""
     with state.inspection_memory(run) as met:
-        inspection = inspect_message(own.owner.guard, own.model, round, params, met)
-    if inspection.words:
-        state.note("inspected", run=run, round=round, found=inspection.words)
-    return inspection.withhold
+        results = guard.findings(own.model, params, round, met)
+    if words := guard.report(results, round):
+        state.note("inspected", run=run, round=round, found=words)
+    return guard.withhold(results)
 
 
 def _objection(

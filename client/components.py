@@ -306,7 +306,6 @@ def check_arguments(
         SpecError: an argument is unknown, missing or of another type.
     """
     offered = offered or {}
-    label = target.__name__
     parameters = {name: p for name, p in inspect.signature(target).parameters.items() if p.kind is not p.VAR_KEYWORD}
     # a parameter with a default is the component's own argument, even if something of its name is offered
     given = {name for name, p in parameters.items() if name in offered and p.default is p.empty}
@@ -314,7 +313,7 @@ def check_arguments(
     for name in arguments:
         if name not in allowed:
             choices = ", ".join([*allowed, *(b for b in more_keys if b not in allowed)]) or "none"
-            raise SpecError(f"{where}: {label}() has no argument {name!r} (it has: {choices})")
+            raise SpecError(f"{where}: unknown key {name!r} (it has: {choices})")
     hints = _hints(target)
     checked: dict[str, Any] = {}
     for name, parameter in parameters.items():
@@ -323,14 +322,14 @@ def check_arguments(
         elif name in given:
             checked[name] = offered[name]
         elif parameter.default is parameter.empty:
-            raise SpecError(f"{where}: {label}() needs the argument {name!r}")
+            raise SpecError(f"{where}: needs the key {name!r}")
     return checked
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     if not inspect.isclass(target) and not inspect.isfunction(target):
         return {}
-    return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
 
 
 def coerce(value: Any, hint: Any, where: str) -> Any:
@@ -343,9 +342,18 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         return value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
+        options = [option for option in inner if option is not type(None)]
+        if len(options) == 1:
+            return value if value is None else coerce(value, options[0], where)
         for option in inner:
             with suppress(SpecError):
                 return coerce(value, option, where)
+    elif origin is Annotated:
+        found = coerce(value, inner[0], where)
+        for bound in inner[1:]:
+            if isinstance(bound, Range) and not bound.holds(found):
+                raise SpecError(f"{where} must be {bound.words}, got {value!r}")
+        return found
     elif origin is Literal:
         if any(value == i and type(value) is type(i) for i in inner):
             return value
@@ -373,6 +381,8 @@ def spell(hint: Any) -> str:
         return "one of " + ", ".join(map(repr, inner))
     if origin in (Union, types.UnionType):
         return " or ".join(spell(i) for i in inner if i is not type(None))
+    if origin is Annotated:
+        return spell(inner[0])
     if origin in (tuple, list, Sequence):
         return f"a list, each {spell(inner[0])}"
     if origin is Mapping:
@@ -390,48 +400,31 @@ def settings_of(kind: type[Settings], value: Any, where: str, more_keys: Sequenc
     Raises:
         SpecError: the table does not fit.
     """
-    table, names = coerce(value, dict, where), [*more_keys, *inspect.signature(kind).parameters]
-    if unknown := [key for key in table if key not in names]:
-        raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join(names)})")
-    found: Settings = call_checked(kind, table, where)
+    found: Settings = call_checked(kind, coerce(value, dict, where), where, more_keys=more_keys)
     return found
 
 
-# ------------------------------------------------------------------------------------------------- checks of settings
+# ------------------------------------------------------------------------------------------------- ranges of settings
 
 
-def check_at_least(settings: object, least: int, *names: str) -> None:
-    """ValueError unless settings, by the names of their fields, are at least this; None passes."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"{name} must {f'be at least {least}' if least else 'not be negative'}, got {value}")
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a setting may have, as a part of its type: `Annotated[int, Range("at least 2", lambda n: n >= 2)]`.
+
+    `coerce` checks it for every argument of a component, `Checked` for the fields of a dataclass.
+    """
+
+    words: str
+    holds: Callable[[float], bool]
 
 
-def check_above_zero(settings: object, *names: str) -> None:
-    """ValueError unless settings are above 0; None passes."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be above 0, got {value}")
-
-
-def check_part(settings: object, name: str) -> None:
-    """ValueError unless a setting is above 0 and at most 1."""
-    if not 0 < getattr(settings, name) <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(settings, name)}")
-
-
-def _at_least(least: int) -> Callable[[object, str], None]:
-    return lambda settings, name: check_at_least(settings, least, name)
-
-
-# ranges of fields, for classes that derive from Checked
-Count = Annotated[int, _at_least(1)]
-Natural = Annotated[int, _at_least(0)]
-NotNegative = Annotated[float, _at_least(0)]
-Positive = Annotated[float, check_above_zero]
-Share = Annotated[float, check_part]
+Count = Annotated[int, Range("at least 1", lambda n: n >= 1)]
+Natural = Annotated[int, Range("at least 0", lambda n: n >= 0)]
+NotNegative = Annotated[float, Range("at least 0", lambda v: v >= 0)]
+Positive = Annotated[float, Range("above 0", lambda v: v > 0)]
+Share = Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1)]
+Part = Annotated[float, Range("above 0 and below 1", lambda v: 0 < v < 1)]
+Fraction = Annotated[float, Range("at least 0 and below 1", lambda v: 0 <= v < 1)]
 
 
 class Checked:
@@ -447,13 +440,19 @@ class Checked:
     """
 
     def __post_init__(self) -> None:
-        for name, check in _ranges(type(self)):  # type: ignore[arg-type]  # mypy takes a class's hash for its objects'
-            if getattr(self, name) is not None:
-                check(self, name)
+        for name, bound in _ranges(type(self)):  # type: ignore[arg-type]  # mypy takes a class's hash for its objects'
+            value = getattr(self, name)
+            if value is not None and not bound.holds(value):
+                raise ValueError(f"{name} must be {bound.words}, got {value}")
 
 
 @cache
-def _ranges(kind: type[Any]) -> list[tuple[str, Callable[[object, str], None]]]:
-    """The checked fields of a dataclass, with their checks."""
-    hints = [(f.name, part) for f in fields(kind) for part in (f.type, *typing.get_args(f.type))]
-    return [(name, check) for name, part in hints for check in getattr(part, "__metadata__", ())]
+def _ranges(kind: type[Any]) -> list[tuple[str, Range]]:
+    """The fields of a dataclass that have a range."""
+    found: list[tuple[str, Range]] = []
+    for each in fields(kind):
+        options = (
+            typing.get_args(each.type) if typing.get_origin(each.type) in (Union, types.UnionType) else (each.type,)
+        )
+        found += [(each.name, bound) for option in options for bound in getattr(option, "__metadata__", ())]
+    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fedgauge.client.cache_folder import cache_folder
-from fedgauge.client.files import replacing
+from fedgauge.client.files import reading, replacing
 
 may_download = ContextVar("may_download", default=True)  # False while a run is only displayed
 
@@ -38,11 +38,9 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
     Raises:
         ValueError: it is missing or damaged.
     """
-    try:
-        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as stored:
-            return {key: stored[key] for key in stored.files}
-    except Exception as error:  # damage shows as zlib.error, TokenError, BadZipFile, NotImplementedError and more
-        raise ValueError(f"{path} is not an npz file that can be read: {error}") from error
+    with reading(path, "an npz file"), zipfile.ZipFile(path), np.load(path, allow_pickle=False) as stored:
+        arrays = {key: stored[key] for key in stored.files}
+    return arrays
 
 
 def cached(name: str, make: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:

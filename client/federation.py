@@ -23,7 +23,6 @@ from fedgauge.client.local_training import LOCAL_TRAININGS
 from fedgauge.client.models.build import build_model
 from fedgauge.client.models.losses import (
     FittedLoss,
-    build_loss,
     fitted_loss,
     is_cross_entropy,
     is_mean,
@@ -31,6 +30,7 @@ from fedgauge.client.models.losses import (
     named_loss,
     per_example_accuracy,
     predicts_tokens,
+    takes_logits,
     takes_probabilities,
 )
 from fedgauge.client.models.vision import detached_params, floating_buffers, load_weights
@@ -68,6 +68,12 @@ LOGITS = 2**24  # computed at once where a network is evaluated
 @dataclass(frozen=True, eq=False)
 class Federation:
     """A protocol with its data loaded and split, its model built, and its chain composed.
+
+    Args:
+        protocol: what all parties agree on; its parts are built when they are first used.
+
+    Raises:
+        SpecError: on first use of a part that the protocol describes wrongly; `check` builds all of them.
 
     Example:
         >>> tables = {"rounds": 1, "clients": 4, "data": {"use": "mnist5k", "batch_size": 2}}
@@ -129,23 +135,20 @@ class Federation:
         if predicts_tokens(loss) == data.labelled:
             other = "cross_entropy" if data.labelled else "next_token"
             raise SpecError(f'[loss]: {table["use"]} does not fit [data]: set use = "{other}"')
-        wrong: SpecError | None = None
-        if (data.one_class or not data.labelled) and not isinstance(loss, FittedLoss):
-            try:
-                return build_loss(table, "[loss]", data.classes), LabelKind(public.y)
-            except SpecError as error:
-                wrong = error
+        of_classes = data.one_class or not data.labelled
+        if of_classes and not isinstance(loss, FittedLoss) and takes_logits(loss, data.classes):
+            return loss, LabelKind(public.y)
         some = Batch(*(t[:TRIED] for t in public))
         x = data.normalise(some.x)
         try:
             with torch.no_grad(), evaluated(self.model):
                 outputs = self.model(x)
         except Exception as error:  # a user's network may raise anything
-            raise wrong or SpecError(f"[model]: it fails on examples: {type(error).__name__}: {error}") from error
+            raise SpecError(f"[model]: it fails on examples: {type(error).__name__}: {error}") from error
         if not isinstance(outputs, torch.Tensor):
             why = "one tensor of outputs, such as torch.cat of its parts, which [loss] splits"
             raise SpecError(f"[model]: it returns a {type(outputs).__name__}: let it return {why}")
-        return fitted_loss(loss, table, "[loss]", (outputs, some.y, x), public.y, data.classes, wrong)
+        return fitted_loss(loss, table, "[loss]", (outputs, some.y, x), public.y, data.classes)
 
     @cached_property
     def chain(self) -> Chain:
@@ -235,7 +238,7 @@ class Federation:
 
     @property
     def sends_buffers(self) -> bool:
-        """Check whether clients update and send the network's buffers: in train mode, unless the chain has private noise.
+        """True if clients update and send the network's buffers: in train mode, unless the chain has private noise.
 
         BatchNorm in train mode is the exception: the trained network needs its statistics, and there is no epsilon then.
         """
@@ -243,11 +246,13 @@ class Federation:
         return self.model.training and (norms or not self.chain.private)
 
     def update_fn(self, memory: TransformState | None = None, client: int | None = None) -> UpdateFn:
-        """The whole client; BatchNorm in train mode updates the model's running statistics.
+        """Return the client as a function `(params, batch, rng) -> update`.
+
+        BatchNorm in train mode updates the model's running statistics.
 
         Args:
             memory: the client's state from earlier rounds, which is updated; None: as in its first round.
-            client: its number, as a canary sends something else; default: one that trains.
+            client: its number, since a canary sends something else; default: a client that trains.
         """
         chain = self.chain
         if client is not None and client in self.protocol.canary_clients and not self.protocol.canary_examples:
@@ -259,7 +264,7 @@ class Federation:
         return canary(at_least_single(self.initial()[0]), generator(self.protocol.seed, "canary", client))
 
     def initial(self) -> tuple[Params, dict[str, Tensor]]:
-        """The weights and floating-point buffers that the federation starts from."""
+        """Return the weights and floating-point buffers that the federation starts from, by name."""
         return detached_params(self.model), floating_buffers(self.model)
 
     def as_seen(self, chain: Chain, members: int) -> Chain:
@@ -280,20 +285,14 @@ class Federation:
         """Compute the server's view of a client in a round: its update, or with [secure_sum] its group's mean.
 
         Args:
+            params: the weights that the server sends.
+            buffers: the buffers that it sends, such as BatchNorm's statistics.
+            client: its number, from 0.
+            round: from 1.
             compute: a client function to use instead of the protocol's, on the same examples and randomness.
         """
-        return self.mean_update(params, buffers, self.protocol.members(client, round), round, compute)
-
-    def mean_update(
-        self,
-        params: Params,
-        buffers: Mapping[str, Tensor],
-        clients: Sequence[int],
-        round: int,
-        compute: UpdateFn | None = None,
-    ) -> Update:
-        """The mean of these clients' updates in a round."""
-        updates = [self.own_update(params, buffers, client, round, compute=compute) for client in clients]
+        members = self.protocol.members(client, round)
+        updates = [self.own_update(params, buffers, member, round, compute=compute) for member in members]
         return updates[0] if len(updates) == 1 else average(updates, [1] * len(updates))
 
     def own_update(
@@ -308,8 +307,12 @@ class Federation:
         """Compute a client's update in a round, with the simulation's randomness.
 
         Args:
+            params, buffers, client, round: as for `client_update`.
             memory: its state from earlier rounds, which is updated; None: this is its first round.
             compute: used instead of `update_fn(memory)`.
+
+        Returns:
+            Tensors with the names, shapes and dtypes of `params`.
         """
         self.load_buffers(buffers)
         rng = generator(self.protocol.seed, "client", client, round)
@@ -317,7 +320,7 @@ class Federation:
         return {k: t.to(params[k].dtype) for k, t in update.items()}
 
     def trained_on(self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int) -> Batch | None:
-        """`batch_at` after the chain's batch transforms; None if it has none."""
+        """Return `batch_at` after the chain's batch transforms; None if it has none."""
         if not any(isinstance(link, BatchTransform) for link in self.chain.links):
             return None
         self.load_buffers(buffers)
@@ -334,22 +337,28 @@ class Federation:
         return concatenate([batch for batch in found if batch is not None])
 
     def batch_at(self, client: int, round: int) -> Batch:
-        """The private examples behind what the server sees of a client in a round, one client's after the other's."""
+        """Return the private examples behind the server's view of a client in a round.
+
+        Returns:
+            x in [0, 1], (B, *shape), and y, (B, ...). With [secure_sum] these are the examples of the group, client after client.
+        """
         return concatenate([self.shards.batch_at(member, round) for member in self.protocol.members(client, round)])
 
     def rows_at(self, client: int, round: int) -> Tensor:
-        """The rows of these examples among the training images."""
+        """Return the rows of the examples of `batch_at` in the training data."""
         return torch.cat([self.shards.rows_at(member, round) for member in self.protocol.members(client, round)])
 
     def on(self, device: torch.device) -> "Federation":
-        """This federation with a model of its own on a device; the data stay where they are."""
+        """Return a copy with the model on a device; the data is not moved."""
         return self.having(model=copy.deepcopy(self.model).to(device))
 
     def having(self, shards: Shards | None = None, model: nn.Module | None = None, **changes: Any) -> "Federation":
-        """This federation with other examples, another network or another protocol; its chain is built anew.
+        """Return a copy with other examples, another network or another protocol; its chain is built anew.
 
         Args:
-            changes: fields of the protocol; its data and its model are those given here.
+            shards: the examples; default: those of this federation.
+            model: the network; default: that of this federation.
+            changes: other values for fields of the protocol.
         """
         other = Federation(replace(self.protocol, **changes))
         # cached properties live in __dict__
@@ -357,12 +366,15 @@ class Federation:
         return other
 
     def evaluate(self, params: Params, most: int | None = None, chunk: int = 500) -> tuple[float, float]:
-        """Accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
-
-        The accuracy is that of the largest logit or of findings; of numbers R2, at least 0; NaN without labels.
+        """Compute accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
 
         Args:
-            most: evaluate only so many test examples; default: all.
+            params: the weights.
+            most: evaluate only this many test examples; default: all.
+            chunk: examples computed at once, at most.
+
+        Returns:
+            The accuracy, 0 to 1, and the loss. For number labels the accuracy is R2, at least 0; without labels it is NaN.
         """
         dataset = self.shards.dataset
         chunk = max(1, min(chunk, LOGITS // (dataset.y_test[0].numel() * dataset.classes)))
@@ -392,7 +404,14 @@ class Federation:
         return {k: sent[k] if k in sent and self.chain.stays(k) else t for k, t in moved.items()}
 
     def check(self) -> "Federation":
-        """Build every part, so that mistakes are reported before anything starts."""
+        """Build every part, so that mistakes are reported before anything starts.
+
+        Returns:
+            This federation.
+
+        Raises:
+            SpecError: the protocol does not fit together; the message names the table, the mistake and what to write.
+        """
         _ = self.shards, self.model, self.loss, self.chain
         return self
 

@@ -59,6 +59,19 @@ def _sync(path: Path) -> None:
         os.close(folder)
 
 
+@contextmanager
+def reading(name: object, form: str) -> Iterator[None]:
+    """Name a user's file in the error where a library fails to read it: each raises errors of its own kinds, often without a name.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{name} is not {form} that can be read: {error}") from error
+
+
 def read_file(path: Path, most: int) -> bytes:
     """Read a file that somebody else named; links are followed.
 

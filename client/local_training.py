@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import Count, NotNegative, Positive
+from fedgauge.client.components import Count, Fraction, NotNegative, Positive
 from fedgauge.client.transforms import Link, TransformState, UpdateDistribution
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn, norm
 
@@ -146,7 +146,7 @@ class LocalTraining(local_sgd):
     optimizer: OptimizerName = "sgd"
     momentum: NotNegative = 0.0
     nesterov: bool = False
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.0
     schedule: Schedule = "constant"
@@ -160,8 +160,6 @@ class LocalTraining(local_sgd):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         if self.optimizer != "sgd" and (self.momentum or self.nesterov):
             raise ValueError(f"momentum and nesterov belong to sgd; {self.optimizer} has betas")
         if self.nesterov and not self.momentum:
@@ -261,24 +259,24 @@ def _root(t: Tensor) -> Tensor:
 
 
 def local_training(
-    rate: float,
+    rate: Positive,
     examples: int,
     optimizer: OptimizerName = "sgd",
-    steps: int | None = None,
-    epochs: int | None = None,
-    batch_size: int | None = None,
+    steps: Count | None = None,
+    epochs: Count | None = None,
+    batch_size: Count | None = None,
     shuffle: bool = False,
-    momentum: float = 0.0,
+    momentum: NotNegative = 0.0,
     nesterov: bool = False,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999),
+    eps: NotNegative = 1e-8,
+    weight_decay: NotNegative = 0.0,
     schedule: Schedule = "constant",
-    step_size: int = 1,
+    step_size: Count = 1,
     gamma: float = 0.1,
-    accumulate: int = 1,
-    max_norm: float | None = None,
-    proximal_mu: float = 0.0,
+    accumulate: Count = 1,
+    max_norm: Positive | None = None,
+    proximal_mu: NotNegative = 0.0,
 ) -> local_sgd:
     """Local training by torch's SGD, Adam or AdamW, in epochs or steps; a new optimizer in each round.
 
@@ -308,17 +306,15 @@ def local_training(
         4
 
     Raises:
-        ValueError: both steps and epochs are given, or a value is out of its range.
+        ValueError: both steps and epochs are given, or two settings exclude each other.
     """
     if steps is not None and epochs is not None:
         raise ValueError("steps and epochs both say how long to train: remove one of them")
-    if epochs is not None and epochs < 1:
-        raise ValueError(f"epochs must be at least 1, got {epochs}")
     if batch_size is not None and batch_size >= examples:
         batch_size = None
     if steps is None:
         batches = -(-examples // (batch_size or examples))
-        steps = (epochs or 1) * -(-batches // max(accumulate, 1))
+        steps = (epochs or 1) * -(-batches // accumulate)
     found = LocalTraining(
         rate,
         steps,
@@ -460,7 +456,7 @@ def _correction_in(memory: TransformState, prefix: str, params: Params) -> Updat
     return correction_after(at, own, params)
 
 
-def scaffold(rate: float, steps: int = 1, batch_size: int | None = None) -> local_sgd:
+def scaffold(rate: Positive, steps: Count = 1, batch_size: Count | None = None) -> local_sgd:
     """SCAFFOLD's local steps: SGD that corrects each step by control variates (Karimireddy et al., 2020, option II).
 
     Every client takes part in every round, and the server averages. Each client derives the variates by itself.

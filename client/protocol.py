@@ -1,15 +1,26 @@
 """The protocol: the part of a scenario that every party of the federation knows."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from fedgauge.client.collusion import check_threshold
-from fedgauge.client.components import Checked, Natural, SpecError, Table, check_at_least, coerce, settings_of
+from fedgauge.client.components import (
+    Checked,
+    Count,
+    Fraction,
+    Natural,
+    Positive,
+    Range,
+    SpecError,
+    Table,
+    coerce,
+    settings_of,
+)
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.rng import generator
@@ -18,22 +29,18 @@ MOST_ROUNDS, MOST_CLIENTS = 1_000_000, 100_000
 
 
 @dataclass(frozen=True)
-class Stragglers:
+class Stragglers(Checked):
     """Clients that miss a round, drawn from the seed; their replies never arrive.
 
     Args:
         probability: that a client's reply in a round never arrives, at least 0 and below 1.
     """
 
-    probability: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.probability < 1:
-            raise ValueError(f"probability must be in [0, 1), got {self.probability}")
+    probability: Fraction = 0.0
 
 
 @dataclass(frozen=True)
-class SecureSumOptions:
+class SecureSumOptions(Checked):
     """A simulated, ideal secure sum: the server sees only the mean of each group's updates.
 
     Args:
@@ -48,12 +55,11 @@ class SecureSumOptions:
     threshold: int | None = None
     drawn: bool = False
     colluders: int | None = field(default=None, repr=False)
-    clip: float | None = field(default=None, repr=False)
+    clip: Positive | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_threshold(self.group, self.least, self.colluders)
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"clip must be above 0 and finite, got {self.clip}")
 
     @property
     def least(self) -> int:
@@ -69,7 +75,7 @@ class SecureSumOptions:
     def real(self) -> Table:
         """The terms of the real secure sum, as an owner's file has them; SpecError without a clip."""
         if self.clip is None:
-            raise SpecError("[secure_sum]: a deployment's is real, and needs clip: the largest entry of an update")
+            raise SpecError("[secure_sum]: a deployment needs clip, the largest absolute value of an update's entry")
         colluders = {} if self.colluders is None else {"colluders": self.colluders}
         return {"group": self.group, "threshold": self.least, "clip": self.clip, **colluders}
 
@@ -84,14 +90,15 @@ class CanaryOptions(Checked):
         examples: canary examples of each such client, at least 0; each is among its data or not, by a fair coin.
     """
 
-    clients: int
+    clients: Count
     examples: Natural = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 1 if self.examples else 2, "clients")  # one direction has no spread
 
-
+_NUMBERS = {
+    "seed": Natural,
+    "rounds": Annotated[Count, Range(f"at most {MOST_ROUNDS}", lambda n: n <= MOST_ROUNDS)],
+    "clients": Annotated[Count, Range(f"at most {MOST_CLIENTS}", lambda n: n <= MOST_CLIENTS)],
+}
 _OPTIONAL: Mapping[str, type] = {"secure_sum": SecureSumOptions, "canaries": CanaryOptions}
 
 
@@ -100,9 +107,9 @@ class Protocol:
     """The public part of a scenario; clients get this and nothing else.
 
     Args:
-        seed: everything that is random in a simulation follows from it; at least 0.
-        rounds: how many rounds of training, at least 1.
-        clients: how many, at least 1.
+        seed: determines all randomness of a simulation; at least 0.
+        rounds: number of training rounds, at least 1.
+        clients: number of clients, at least 1.
         data, model, chain: component tables; a chain table may say each = true (per example), the model's table
             weights = "a.safetensors": the initial weights, a path relative to the current folder.
         stragglers: which clients miss rounds.
@@ -110,6 +117,9 @@ class Protocol:
         loss: component table of what clients minimise.
         guard: what every client does about the weights that the server sends.
         canaries: which clients send a random direction in place of what they would train, or hold canary examples; None: none.
+
+    Raises:
+        SpecError: too many canaries, or groups of a secure sum that do not divide the clients.
 
     Example:
         >>> tables = {"rounds": 1, "clients": 4, "data": {}, "model": {}, "chain": [], "secure_sum": {"group": 2}}
@@ -130,26 +140,28 @@ class Protocol:
     canaries: CanaryOptions | None = None
 
     def __post_init__(self) -> None:
-        if self.canaries and self.canaries.clients > (most := self.clients - (not self.canaries.examples)):
-            raise SpecError(f"[canaries]: clients must be at most {most}, got {self.canaries.clients}")
+        if self.canaries is not None:
+            # one direction has no spread; some client must train
+            least, most = (1, self.clients) if self.canaries.examples else (2, self.clients - 1)
+            if not least <= self.canaries.clients <= most:
+                raise SpecError(f"[canaries]: clients must be in {least}..{most}, got {self.canaries.clients}")
         if self.secure_sum and self.clients % self.secure_sum.group:
             raise SpecError(f"[secure_sum]: group = {self.secure_sum.group} does not divide clients = {self.clients}")
 
     @classmethod
     def from_tables(cls, spec: Table) -> "Protocol":
-        """From the protocol's tables of a scenario; SpecError names the table and what is wrong.
+        """Read the protocol's tables of a scenario.
+
+        Args:
+            spec: the tables, as `tomllib` parses them; those of other parts are ignored.
 
         Raises:
-            SpecError: a key is missing, unknown or out of its range.
+            SpecError: a key is missing, unknown or out of its range; the message names the table and the mistake.
         """
         for key in ("rounds", "clients", "data", "model", "chain"):
             if key not in spec:
                 raise SpecError(f"the scenario needs {key!r}")
-        numbers = {k: coerce(spec.get(k, 0), int, k) for k in ("seed", "rounds", "clients")}
-        for key, least, most in (("seed", 0, 2**63), ("rounds", 1, MOST_ROUNDS), ("clients", 1, MOST_CLIENTS)):
-            if not least <= numbers[key] <= most:
-                bound = f"at least {least}" if numbers[key] < least else f"at most {most}"
-                raise SpecError(f"{key} must be {bound}, got {numbers[key]}")
+        numbers = {key: coerce(spec.get(key, 0), hint, key) for key, hint in _NUMBERS.items()}
         data, model = (coerce(spec[k], dict, f"[{k}]") for k in ("data", "model"))
         chain = tuple(coerce(t, dict, f"[[chain]] #{i}") for i, t in enumerate(coerce(spec["chain"], list, "chain"), 1))
         return cls(
@@ -165,11 +177,11 @@ class Protocol:
 
     @classmethod
     def from_json(cls, text: str) -> "Protocol":
-        """From what `to_json` wrote."""
+        """Read the text that `to_json` wrote."""
         return cls.from_tables(json.loads(text))
 
     def to_json(self) -> str:
-        """One line of JSON, the form in which Flower's run-config carries it to every client.
+        """Return one line of JSON, the form in which Flower's run-config carries it to every client.
 
         Without [model] weights: a path means nothing on another machine, and a server must not make a client read a file.
         Clients and attack workers get the weights and buffers themselves with each round.

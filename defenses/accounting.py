@@ -47,8 +47,9 @@ class Mechanism:
 
     Args:
         noise: its distribution.
-        record, client: the noise's sigma (normal) or scale (Laplace), divided by the largest change of the release if one
-            example, or all of a client's examples, are left out.
+        record: the noise's sigma (normal) or scale (Laplace), divided by the largest change of the release if one example is
+            left out.
+        client: the same if all of a client's examples are left out.
         uses: the most releases of a round that depend on one example.
         releases: the releases of a round.
         sampled: whether a round depends only on the examples of its batch.
@@ -67,7 +68,7 @@ class Mechanism:
 def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> Mechanism:
     """The first clipping and noise of a chain.
 
-    Beside them clients send no buffers (`Federation.sends_buffers`) but those of BatchNorm in train mode.
+    A chain with noise sends no buffers (`Federation.sends_buffers`) except those of BatchNorm in train mode.
 
     If each example is clipped, one example changes the mean of b by at most max_norm / b; if the whole is clipped, the release
     has a norm of at most max_norm. The release is a step's gradient, or after local_sgd the update.
@@ -78,12 +79,6 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
 
     Raises:
         NoGuarantee: the chain lacks clipping or noise, or another link undoes their guarantee.
-
-    Example:
-        >>> from fedgauge.client.chain import chain
-        >>> from fedgauge.client.local_training import local_sgd
-        >>> mechanism(chain(clip(1.0), local_sgd(0.1), gaussian(0.05)), batch_size=8).client
-        0.5
     """
     for name, layer in model.named_modules() if model is not None else ():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
@@ -277,37 +272,15 @@ def records_of(federation: Federation, client: int) -> int:
     return len(shards.indices[client]) if client < len(shards.indices) else shards.batch_size
 
 
-def spent(
-    federation: Federation,
-    rounds: Mapping[int, int],
-    delta: float = DELTA,
-    secret: bool = True,
-    entries: int | None = None,
-) -> PrivacySpent:
-    """The largest budget that a client of a federation has spent.
-
-    Args:
-        rounds: by client, the number of rounds with a reply from it.
-        secret, entries: as for Accountant.of.
-
-    Raises:
-        NoGuarantee: no epsilon holds.
-    """
-    accountant = Accountant.of(federation, delta, secret, entries)
-    alike = {(n, records_of(federation, client)) for client, n in rounds.items()}  # a ledger may name many clients
-    each = [accountant.spent(n, records) for n, records in alike]
-    found = PrivacySpent(max((s.record for s in each), default=0.0), max((s.client for s in each), default=0.0))
-    if math.inf in (found.record, found.client):
-        raise NoGuarantee("no epsilon: the noise is negligible compared with the clip")
-    return found
-
-
 @dataclass(frozen=True)
 class PrivacyStatement:
     """The privacy budget of a run, for display.
 
     Args:
-        record, client: None unless an epsilon holds; words: with the reason.
+        record: epsilon if one record is replaced; None: no epsilon holds.
+        client: epsilon if all of a client's data is replaced; None: no epsilon holds.
+        delta: the probability with which the epsilon may fail.
+        words: one sentence with both, or the reason for none.
     """
 
     record: float | None
@@ -323,16 +296,26 @@ def privacy_statement(
     secret: bool = True,
     entries: int | None = None,
 ) -> PrivacyStatement:
-    """The result of `spent`, in numbers and words."""
+    """The largest budget that a client of a federation has spent.
+
+    Args:
+        rounds: by client, the number of rounds with a reply from it.
+        secret, entries: as for Accountant.of.
+    """
     try:
-        found = spent(federation, rounds, delta, secret, entries)
+        accountant = Accountant.of(federation, delta, secret, entries)
+        alike = {(n, records_of(federation, client)) for client, n in rounds.items()}  # a ledger may name many clients
+        each = [accountant.spent(n, records) for n, records in alike]
+        record, client = (max((getattr(s, of) for s in each), default=0.0) for of in ("record", "client"))
+        if math.inf in (record, client):
+            raise NoGuarantee("no epsilon: the noise is negligible compared with the clip")
     except NoGuarantee as why:
         return PrivacyStatement(None, None, delta, str(why))
     most = max(rounds.values(), default=0)
     divided = federation.protocol.data.get("partition", "iid") != "iid"
     condition = "; where no label changes, as labels divide the data among clients" if divided else ""
     words = (
-        f"epsilon {found.record:.3g} for one record replaced, {found.client:.3g} for all of a client's data (delta {delta:g}; "
+        f"epsilon {record:.3g} for one record replaced, {client:.3g} for all of a client's data (delta {delta:g}; "
         f"{most} round{'s' if most != 1 else ''}{condition})"
     )
-    return PrivacyStatement(found.record, found.client, delta, words)
+    return PrivacyStatement(record, client, delta, words)

@@ -61,6 +61,9 @@ class ats(BatchTransform):
         crop_and_flip: before the policy, a random crop with a border of 4 black pixels and a random flip, as in the published
             training.
 
+    Raises:
+        ValueError: the policy is not of this form, or the examples are not images in grey or colour.
+
     Example:
         >>> ats("7-4-15+21-13-3", shape=(3, 32, 32)).policies
         ((7, 4, 15), (21, 13, 3))

@@ -23,6 +23,9 @@ class dp_sgd(Link):
         noise_multiplier: the noise's standard deviation is noise_multiplier * max_norm / batch_size (>= 0).
         batch_size: examples of a local step; the federation offers it.
 
+    Raises:
+        ValueError: on a batch of another size.
+
     Example:
         >>> dp_sgd(max_norm=1.0, noise_multiplier=2.0, batch_size=8).parts.links[1]
         gaussian(sigma=0.25)

@@ -18,6 +18,9 @@ class freeze(UpdateTransform):
         model: the federation offers it.
         layers: names of layers or parameters; a layer includes everything within it: "conv" freezes "conv.0.weight".
 
+    Raises:
+        ValueError: the model has no such layer, or none would be left to train.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         >>> freeze(model, layers=["0"]).frozen("0.weight")

@@ -23,6 +23,9 @@ class mixup(BatchTransform):
         alpha: above 0; small: mostly one of the two examples; 1: uniform weights.
         classes, batch_size: the federation offers them.
 
+    Raises:
+        ValueError: on a batch of text.
+
     Example:
         >>> batch = Batch(torch.rand(2, 1, 4, 4), torch.tensor([0, 1]))
         >>> mixup(alpha=1.0, classes=2, batch_size=2).transform(batch, None).y.shape

@@ -5,6 +5,7 @@ NVFlare: percentile_privacy and svt_privacy; Flower: the noise of LocalDpMod. Ea
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor
@@ -14,7 +15,6 @@ from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 from fedgauge.defenses.noise import gaussian
 
-VERSIONS = ("2.7", "2.8")  # of NVFlare: each also of those before or after it
 PASSES = 64  # over the entries that were not accepted before; NVFlare has no end
 
 
@@ -28,6 +28,9 @@ class percentile_privacy(UpdateTransform):
         percentile: 0 to 100, of the absolute values of all entries; smaller ones become zero.
         gamma: above 0, the largest change of an entry in a step.
         steps: local steps in a round, at least 1.
+
+    Raises:
+        ValueError: percentile is outside 0 to 100.
 
     Example:
         >>> percentile_privacy(50.0, gamma=3.0).apply({"w": torch.tensor([1.0, -4.0, 2.0])}, None)
@@ -80,6 +83,9 @@ class svt_privacy(UpdateTransform):
         epsilon_threshold, epsilon_query: their sum is epsilon; one or both may be left out. Version 2.8.
         epsilon_release: of the noise on all that is sent, in place of c noise_var. Version 2.8.
 
+    Raises:
+        ValueError: an unknown version, or epsilons that do not add up.
+
     Example:
         >>> import torch
         >>> update = {"weight": torch.tensor([0.0, 2.0, 0.0, -3.0])}
@@ -93,7 +99,7 @@ class svt_privacy(UpdateTransform):
     gamma: Positive = 1e-5
     tau: float = 1e-6
     steps: Count = 1
-    version: str = "2.8"
+    version: Literal["2.7", "2.8"] = "2.8"
     replace: bool = True
     epsilon_threshold: Positive | None = None
     epsilon_query: Positive | None = None
@@ -101,8 +107,6 @@ class svt_privacy(UpdateTransform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.version not in VERSIONS:
-            raise ValueError(f"version must be one of {', '.join(VERSIONS)}, got {self.version!r}")
         own = ("epsilon_threshold", "epsilon_query", "epsilon_release")
         if self.version == "2.7" and (given := [name for name in own if getattr(self, name) is not None]):
             raise ValueError(f"{given[0]} needs version 2.8")

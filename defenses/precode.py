@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgauge.client.components import Count, NotNegative
 from fedgauge.client.gradient import StochasticLayer
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.models.vision import require_positive
 
 
-def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str | None = None) -> nn.Module:
+def precode(model: nn.Module, latent: Count = 256, beta: NotNegative = 1e-3, before: str | None = None) -> nn.Module:
     """A copy of the model with a new variational bottleneck in front of the layer `before`.
 
     In the copy that layer is called `before.layer`, the bottleneck `before.bottleneck`.
@@ -28,11 +28,8 @@ def precode(model: nn.Module, latent: int = 256, beta: float = 1e-3, before: str
         torch.Size([1, 2])
 
     Raises:
-        ValueError: a value is out of its range, or the model has no such layer.
+        ValueError: the model has no such layer.
     """
-    require_positive("latent", latent)
-    if not beta >= 0:
-        raise ValueError(f"beta must not be negative, got {beta}")
     if isinstance(model, LanguageModel):
         raise ValueError("precode is for networks of images, and this is a language model: remove it")
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name}

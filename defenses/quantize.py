@@ -24,6 +24,9 @@ class quantize(UpdateTransform):
         bits: per entry, with its sign: levels = 2^(bits - 1) - 1, so 8 bits give int8's -127 to 127; 2 to 16.
         kind: "qsgd": size is the tensor's Euclidean norm; "uniform": its largest magnitude.
 
+    Raises:
+        ValueError: bits is outside 2 to 16.
+
     Example:
         >>> quantize(2, kind="uniform").apply({"w": torch.tensor([-4.0, 0.0, 4.0])}, None)
         {'w': tensor([-4.,  0.,  4.])}

@@ -32,6 +32,9 @@ class soteria(Link):
     Args:
         layer: name of a fully connected layer; its input is r; default: the one with the most weights.
         rate: the part of the features that is pruned, 0 <= rate < 1.
+
+    Raises:
+        ValueError: rate is out of its range, or the model has no such layer.
     """
 
     model: nn.Module = field(repr=False)

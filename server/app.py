@@ -221,4 +221,4 @@ def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:
     except checkpoint.StateNotSavable as error:
         checkpoint.mark_not_resumable(run.folder, str(error))
     except OSError as error:  # e.g. a full disk; the previous checkpoint is still complete
-        ledger.set_meta(checkpoint=f"round {at.round} has no checkpoint: {error.strerror or error}")
+        ledger.add_problem("checkpoint", f"there is no checkpoint: {error.strerror or error}", at.round)

@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -114,10 +115,10 @@ def test_every_kind_of_label_of_the_guide_is_restored_exactly_with_its_example(f
 def test_the_windows_of_the_guide_are_read_exactly(folder: Path) -> None:
     rng = np.random.default_rng(0)
     np.savez("windows.npz", x=rng.normal(size=(160, 3, 16)).astype(np.float32), y=rng.integers(0, 3, 160))
-    data = {"use": "arrays", "path": "windows.npz", "auxiliary": 100}
+    _, shown = re.findall(r"^```toml\n(\[data\].*?)^```", (DOCS / GUIDES[0]).read_text(), re.DOTALL | re.MULTILINE)
     with allowing(["mine"], [folder]):
         own = loaded(folder).protocol
-        plain = replace(own, data=data, model={"use": "mine:Windows"}, chain=({"use": "local_sgd", "rate": 0.1},))
+        plain = replace(own, **tomllib.loads(shown), chain=({"use": "local_sgd", "rate": 0.1},))
         source = FederationSource(Federation(plain).check())
         (result,) = Auditor(source).audit(PlannedAttack("recursive", {"use": "recursive"}), source.wave())
     assert max(row.value or 0 for row in result.rows if row.metric == "psnr") > 60

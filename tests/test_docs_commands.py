@@ -17,7 +17,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import create_run
 from tests.small_runs import fill_tape
-from tests.test_docs import COMMAND, PAGES, ROOT, blocks
+from tests.test_docs import COMMAND, PAGES, README, ROOT, blocks, prose
 from tests.test_docs_code import write
 
 TABLES = {
@@ -43,6 +43,7 @@ ELSEWHERE: Mapping[
     "reproduce suite": "simulations/experiments/test_suite.py",
     "reproduce": "simulations/experiments/test_reproduce.py",
     "run --resume": "simulations/run/test_resume.py",
+    "run SCENARIO.toml --allow": "test_docs_code.py",
     "run SCENARIO.toml --set audit.devices": "simulations/cli/test_devices.py",
     "run scenario.toml --set": "simulations/run/test_table_scenario.py",
     "run simulations/quickstart-table": "simulations/run/test_table_scenario.py",
@@ -51,13 +52,24 @@ ELSEWHERE: Mapping[
     "sweep": "simulations/experiments/test_sweep.py",
     "watch": "simulations/cli/test_result_commands.py",
 }
+OTHERS: Mapping[str, str] = {  # the same for lines that are no command of fedgauge
+    "make ": ".ci/run",
+    ".ci/run": ".ci/run",
+    ". .venv/bin/activate": "Makefile",
+    "python -m pip install": "tests/test_install.py",
+    "docker build": "tests/load/containers.sh",
+    "python -m fedgauge.simulations.benchmarks.gpu": "tests/simulations/benchmarks/test_gpu.py",
+    "mkdir -p ../path": "tests/simulations/benchmarks/test_gpu.py",
+    "PYTHONPATH=../path": "tests/simulations/benchmarks/test_gpu.py",
+}
 FAILS = ("gate", "preflight")  # what their thresholds forbid is found, as the update is read exactly
 
 
 def shown() -> list[str]:
-    """Every command of the pages' blocks, without its comment."""
+    """Every command of the pages' blocks, without its comment, and every complete one of the README's tables."""
     bodies = [body for page in PAGES for kind in ("sh", "yaml") for body in blocks(page.read_text(), kind)]
     lines = [line for body in bodies for line in COMMAND.findall(body)]
+    lines += re.findall(r"`(fedgauge [a-z][^`\[]*)`", prose(README.read_text()))
     return sorted({shlex.join(shlex.split(line, comments=True)[1:]) for line in lines})
 
 
@@ -70,6 +82,15 @@ HERE.sort(key=lambda line: not line.startswith("deploy init"))  # the others nee
 def test_a_command_that_is_not_run_here_is_in_the_test_that_is_named(start: str) -> None:
     assert any(line.startswith(start) for line in shown()), "no page shows it any more"
     assert f'"{start.split()[0]}' in (ROOT / "tests" / ELSEWHERE[start]).read_text()
+
+
+def test_each_other_line_of_a_block_is_run_where_it_is_said() -> None:
+    """Those of docs/deploy.md are compared with their script in test_compose_script.py."""
+    bodies = [body for page in PAGES if page.name != "deploy.md" for body in blocks(page.read_text(), "sh")]
+    lines = [line for body in bodies for line in body.splitlines() if line and not COMMAND.match(line)]
+    assert [line for line in lines if not line.startswith(tuple(OTHERS))] == []
+    assert [start for start in OTHERS if not any(line.startswith(start) for line in lines)] == []
+    assert [path for path in OTHERS.values() if not (ROOT / path).is_file()] == []
 
 
 def test_flowers_own_command_can_be_given() -> None:

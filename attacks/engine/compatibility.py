@@ -169,12 +169,8 @@ def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, 
             floats = [t.clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
             ended.append((running.pop(), floats))
 
-    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
-    try:
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave):
         yield running, ended
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _undifferentiable(error: Exception) -> Problem:
@@ -428,7 +424,7 @@ def _rules_alone() -> Iterator[None]:
 def twice_differentiable() -> Iterator[None]:
     """A context in which all layers have a second derivative; values and first derivatives stay the same.
 
-    Hard sigmoid and hard swish by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
+    Hard sigmoid by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
     kernels; recurrent layers step by step.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -446,15 +442,7 @@ class _Composed(TorchFunctionMode):
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
-    return _given((input + 3).clamp(0, 6) / 6, input, inplace)
-
-
-def _hardswish(input: Tensor, inplace: bool = False) -> Tensor:
-    before = input.clone() if inplace else input
-    return _given(before * _hardsigmoid(before), input, inplace)
-
-
-def _given(found: Tensor, input: Tensor, inplace: bool) -> Tensor:
+    found = (input + 3).clamp(0, 6) / 6
     return input.copy_(found) if inplace else found
 
 
@@ -472,6 +460,5 @@ def _embedding_bag(input: Tensor, weight: Tensor, *further: Any, **settings: Any
 
 _COMPOSED: dict[Any, Callable[..., Any]] = {
     F.hardsigmoid: _hardsigmoid,
-    F.hardswish: _hardswish,
     F.embedding_bag: _embedding_bag,
 }

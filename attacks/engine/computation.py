@@ -5,7 +5,7 @@ written: nn.ReLU, F.relu and .relu() are alike, in whatever order its modules ar
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -170,11 +170,12 @@ def _tried(model: nn.Module, x: Tensor) -> tuple[Params, Tensor, Any, list[Layer
     return params, x, *called(model, params, x)
 
 
-def dense_input_layer(model: nn.Module, shape: Sequence[int], biased: bool = True) -> InputLayer:
+def dense_input_layer(model: nn.Module, shape: Sequence[int], biased: bool = True, relu: bool = False) -> InputLayer:
     """The fully connected layer that reads the example itself; one with a ReLU behind it if there are several.
 
     Raises:
-        ValueError: there is none, it has no bias, or its parameters are used elsewhere as well; the message names the layer.
+        ValueError: there is none, it has no bias or no ReLU, as asked, or its parameters are used elsewhere as well; the message
+            names the layer.
     """
     layers = input_layers(model, shape)
     dense = sorted((layer for layer in layers if layer.dense), key=lambda own: (not own.call.bias, not own.relu))
@@ -185,6 +186,8 @@ def dense_input_layer(model: nn.Module, shape: Sequence[int], biased: bool = Tru
         raise ValueError(f"layer {dense[0].name!r} has no bias, which would give the images' scale")
     if not dense[0].only:
         raise ValueError(f"the parameters of layer {dense[0].name!r} are used more than once in a forward pass")
+    if relu and not dense[0].relu:
+        raise ValueError(f"no ReLU follows layer {dense[0].name!r}, so its error signals have no zeros")
     return dense[0]
 
 
@@ -203,13 +206,10 @@ def layer_inputs(
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         found.append((module, inputs[0]))
 
-    hooks = [m.register_forward_pre_hook(note) for m in layers]
-    try:
-        with without_running_stats(model):
-            functional_call(model, params, (x,))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, without_running_stats(model):
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(note))
+        functional_call(model, params, (x,))
     return found
 
 

@@ -9,10 +9,10 @@ Variables = dict[str, Tensor]  # what the problems of a wave optimise, by name
 
 
 class Deadline:
-    """The end of a budget's seconds."""
+    """The end of a budget's seconds, which start now; None: no end."""
 
-    def __init__(self, started: float, seconds: float | None) -> None:
-        self.end = None if seconds is None else started + seconds
+    def __init__(self, seconds: float | None = None) -> None:
+        self.end = None if seconds is None else time.perf_counter() + seconds
 
     def over(self) -> bool:
         return self.end is not None and time.perf_counter() > self.end
@@ -20,14 +20,8 @@ class Deadline:
 
 @dataclass(frozen=True, eq=False)
 class OptimizationResult:
-    """The results of P problems.
-
-    Args:
-        objectives: (P,).
-        spent: (P,) iterations or evaluations.
-        interrupted: (P,) whether the deadline ended it early.
-    """
+    """The results of P problems, each tensor (P,)."""
 
     objectives: Tensor
-    spent: Tensor
-    interrupted: Tensor
+    spent: Tensor  # iterations or evaluations
+    interrupted: Tensor  # whether the deadline ended it early

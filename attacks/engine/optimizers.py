@@ -75,19 +75,13 @@ class lbfgs(Checked):
 
 @dataclass
 class Descent:
-    """The state of P problems.
+    """The state of P problems."""
 
-    Args:
-        x: (P, D); f: (P,) values; g: (P, D) gradients.
-        spent: (P,) evaluations of each.
-        ended: (P,) whether it takes no more steps: at a minimum, at a plateau, or no step lowers it.
-    """
-
-    x: Tensor
-    f: Tensor
-    g: Tensor
-    spent: Tensor
-    ended: Tensor
+    x: Tensor  # (P, D)
+    f: Tensor  # (P,) values
+    g: Tensor  # (P, D) gradients
+    spent: Tensor  # (P,) evaluations of each
+    ended: Tensor  # (P,) whether it takes no more steps: at a minimum, at a plateau, or no step lowers it
 
 
 def minimise(

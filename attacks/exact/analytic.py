@@ -4,8 +4,10 @@ For one example dL/dA_i = (dL/db_i) x: any row with a nonzero bias gradient give
 the chain rule gives their error signals, from the first biased layer downwards.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,55 +23,35 @@ class analytic(ClosedForm):
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         check_one_example(known)
-        return partial(_inverted, _Stack.of(known))
+        reads = dense_input_layer(known.model, known.shape, biased=False)
+        layers = [reads.call]  # up to the first one with a bias
+        for above in reads.follows:
+            if layers[-1].bias:
+                break
+            layers.append(above)
+        if not layers[-1].bias:
+            raise ValueError("no fully connected layer that reads the example has a bias")
+        activations = [activation_between(below, above) for below, above in pairwise(layers)]
+        return partial(_inverted, reads, layers, activations)
 
 
-def _inverted(stack: "_Stack", alone: Wave, known: Knowledge) -> Reconstruction:
+def _inverted(
+    reads: InputLayer, layers: Sequence[LayerCall], activations: Sequence[str], alone: Wave, known: Knowledge
+) -> Reconstruction:
+    """Read the example, from the last of these layers to the first one, which reads it; activations: between them."""
     gradient = {k: -t.double() for k, t in alone.alone(0).items()}  # its scale cancels in every step below
     y = labels_of(alone, known)  # the images do not depend on them
-    above = stack.layers[-1]
+    above = layers[-1]
     signal = gradient[above.bias]  # dL/d(pre-activation)
     value = _rank_one_input(gradient[above.weight], signal)
-    for below, activation in zip(stack.layers[-2::-1], stack.activations[::-1], strict=True):
+    for below, activation in zip(layers[-2::-1], activations[::-1], strict=True):
         signal = (alone.params[above.weight].double().T @ signal) * _slope(activation, value)
         value, above = _rank_one_input(gradient[below.weight], signal), below
     if not bool(signal.any()):
         reason = "the first biased layer's gradient is zero"
         return Reconstruction(None, y, float("nan"), 1, 0.0, "not_applicable", reason)
-    x = known.examples(stack.reads.example(value.view(1, *known.shape))).float()
+    x = known.examples(reads.example(value.view(1, *known.shape))).float()
     return Reconstruction(x, y, 0.0, 1, 0.0, "converged")
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """The fully connected layers up to the first with a bias, and the names of the activations between them.
-
-    Args:
-        reads: the first of them, which reads the example.
-    """
-
-    reads: InputLayer
-    layers: tuple[LayerCall, ...]
-    activations: tuple[str, ...]
-
-    @classmethod
-    def of(cls, known: Knowledge) -> "_Stack":
-        """The stack by the values that its layers hand on.
-
-        Raises:
-            ValueError: it cannot be inverted.
-        """
-        reads = dense_input_layer(known.model, known.shape, biased=False)
-        layers, activations = [reads.call], []
-        for above in reads.follows:
-            below = layers[-1]
-            if below.bias:
-                break
-            activations.append(activation_between(below, above))
-            layers.append(above)
-        if not layers[-1].bias:
-            raise ValueError("no fully connected layer that reads the example has a bias")
-        return cls(reads, tuple(layers), tuple(activations))
 
 
 def _rank_one_input(weight: Tensor, signal: Tensor) -> Tensor:

@@ -144,7 +144,6 @@ class SparseMixture:
         return _distinct(every[self.loud(every).argsort(stable=True)], SAME)[: KEPT * self.size]
 
     def _basis(self, pool: Tensor) -> Tensor:
-        """The sparsest independent directions of a pool in that order."""
         chosen: list[int] = []
         left = pool
         for k in range(len(pool)):

@@ -34,7 +34,7 @@ class patch_embedding(ClosedForm):
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         check_one_example(known)
         patches = Patches.of(known, wave.params)
-        return partial(_read, patches, _Prior.of(known, patches))
+        return partial(_read, patches, *_prior(known, patches))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,6 @@ def embeds_patches(model: nn.Module, shape: Sequence[int]) -> bool:
 
 
 def _patches_read(model: nn.Module, shape: Sequence[int]) -> InputLayer:
-    """The convolution that cuts the example into patches side by side."""
     layers = [layer for layer in input_layers(model, shape) if not layer.dense]
     for layer in layers:
         size, given = tuple(model.get_parameter(layer.call.weight).shape[2:]), layer.call.settings
@@ -142,45 +141,35 @@ def _same(a: Tensor, b: Tensor) -> bool:
 # ----------------------------------------------------------------------------------------------------------- one update
 
 
-@dataclass(frozen=True, eq=False)
-class _Prior:
-    """Normalised patches as independent pixels of correlated positions.
+def _prior(known: Knowledge, patches: Patches) -> tuple[Tensor, Tensor]:
+    """Mean (N, n) of the auxiliary images' normalised patches, and a square root (N, N) of the covariance of positions.
 
-    Args:
-        mean: (N, n) float64.
-        root: (N, N), a square root of the covariance of positions.
+    Pixels of a patch are independent of each other; without auxiliary images, all pixels are. float64.
     """
-
-    mean: Tensor
-    root: Tensor
-
-    @classmethod
-    def of(cls, known: Knowledge, patches: Patches) -> "_Prior":
-        """Of the auxiliary images; without any, each pixel by itself."""
-        public = known.auxiliary
-        if public is None or len(public.x) < 2:
-            grey = known.normalise(torch.full((1, *known.shape), 0.5, dtype=torch.float64))
-            return cls(patches.cut(patches.reads.read(grey))[0], torch.eye(patches.count, dtype=torch.float64))
-        x = patches.cut(patches.reads.read(known.normalise(public.x.double())))
-        mean = x.mean(0)
-        off = (x - mean).transpose(1, 2).flatten(0, 1)  # (images * n, N)
-        covariance = off.T @ off / len(off)
-        # few images leave directions of positions that none of them has
-        covariance += 1e-3 * covariance.diagonal().mean().clamp(min=1e-12) * torch.eye(len(covariance)).double()
-        return cls(mean, torch.linalg.cholesky(covariance))
+    public = known.auxiliary
+    if public is None or len(public.x) < 2:
+        grey = known.normalise(torch.full((1, *known.shape), 0.5, dtype=torch.float64))
+        return patches.cut(patches.reads.read(grey))[0], torch.eye(patches.count, dtype=torch.float64)
+    x = patches.cut(patches.reads.read(known.normalise(public.x.double())))
+    mean = x.mean(0)
+    off = (x - mean).transpose(1, 2).flatten(0, 1)  # (images * n, N)
+    covariance = off.T @ off / len(off)
+    # few images leave directions of positions that none of them has
+    covariance += 1e-3 * covariance.diagonal().mean().clamp(min=1e-12) * torch.eye(len(covariance)).double()
+    return mean, torch.linalg.cholesky(covariance)
 
 
-def _read(patches: Patches, prior: _Prior, alone: Wave, known: Knowledge) -> Reconstruction:
+def _read(patches: Patches, mean: Tensor, root: Tensor, alone: Wave, known: Knowledge) -> Reconstruction:
     update = alone.alone(0)
     weight = -update[patches.reads.call.weight].double().flatten(1)  # (m, n)
     rows = -update[patches.positions].double().reshape(-1, len(weight))
     signal = rows[patches.first : patches.first + patches.count]  # D (N, m)
-    left, values, right = torch.linalg.svd(signal.T @ prior.root, full_matrices=False)
-    noise = _noise(known, prior)
+    left, values, right = torch.linalg.svd(signal.T @ root, full_matrices=False)
+    noise = _noise(known, mean, root)
     floor = float(values[0]) * ROUNDED
     kept = values / (values.square() + max(noise, floor**2))
-    target = weight - signal.T @ prior.mean
-    x = prior.mean + prior.root @ (right.T @ (kept[:, None] * (left.T @ target)))
+    target = weight - signal.T @ mean
+    x = mean + root @ (right.T @ (kept[:, None] * (left.T @ target)))
     error = float((weight - signal.T @ x).norm() / weight.norm())
     image = known.pixels(patches.reads.example(patches.joined(x[None], known.shape))).clamp(0, 1).float()
     exceeding = int((values > max(noise**0.5, floor)).sum())
@@ -189,10 +178,10 @@ def _read(patches: Patches, prior: _Prior, alone: Wave, known: Knowledge) -> Rec
     return Reconstruction(image, labels_of(alone, known), error, 1, 0.0, "converged", "; ".join(notes))
 
 
-def _noise(known: Knowledge, prior: _Prior) -> float:
+def _noise(known: Knowledge, mean: Tensor, root: Tensor) -> float:
     """The variance of noise in an entry of dL/dW - D^T X, as the noise of both gradients makes it, for pixels of the prior."""
     seen = known.chain.update_distribution
     if seen is None:
         return 0.0
     variance = seen.sigma**2 + 2 * seen.scale**2
-    return variance * (1 + float(prior.mean.square().mean()) * len(prior.mean) + float(prior.root.square().sum()))
+    return variance * (1 + float(mean.square().mean()) * len(mean) + float(root.square().sum()))

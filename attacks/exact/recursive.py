@@ -100,8 +100,6 @@ class _Recorder(LayerCallRecorder):
         return result
 
     def _replayed(self, func: Any, args: Any, kwargs: Any, given: Tensor) -> Callable[[Params, Tensor], Tensor]:
-        """The same operation on other parameters and another input."""
-
         def apply(params: Params, x: Tensor) -> Tensor:
             def put(t: Any) -> Any:
                 if t is given:
@@ -140,7 +138,6 @@ class _Stage(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its first layer."""
         return next((s.name for s in self.steps if s.weight), self.steps[0].name)
 
 
@@ -184,7 +181,6 @@ def stages_of(model: nn.Module, shape: Sequence[int]) -> list[_Stage]:
 
 
 def _classified(step: _Step, params: Params) -> _Step:
-    """The step with its kind, found on made-up values."""
     if step.kind:
         return step
     rng, apply = generator("made-up values"), partial(step.apply, params)

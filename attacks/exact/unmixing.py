@@ -8,7 +8,6 @@ by the independence of the images (Kariyappa et al., ICML 2023).
 """
 
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +49,9 @@ class _Mixture:
         weight: G (m, n) up to scale, float64; bias: g (m,), with the same scale.
         size: B.
         noisy: whether noise may hide the rank.
+
+    Raises:
+        ValueError: it cannot be factored.
     """
 
     weight: Tensor
@@ -57,8 +59,7 @@ class _Mixture:
     size: int
     noisy: bool
 
-    def check(self) -> None:
-        """ValueError where it cannot be factored."""
+    def __post_init__(self) -> None:
         edge = self.noise * sum(math.sqrt(side) for side in self.weight.shape)  # of a matrix of noise alone
         visible = self.rank >= self.size and self.noisy and float(self._factors[1][self.size - 1]) > edge
         if self.rank != self.size and not visible:
@@ -124,13 +125,11 @@ class _Unmixing(EachByItself):
         """Guesses of Q, until the budget is spent; examples have this shape."""
 
     def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
-        clock = Deadline(time.perf_counter(), budget.seconds)
-        layer, local = dense_input_layer(known.model, known.shape), known.chain.local
+        clock = Deadline(budget.seconds)
+        layer, local = dense_input_layer(known.model, known.shape, relu=self.needs_relu), known.chain.local
         if local.adaptive if self.tolerant else not local.one_gradient:
             needed = "steps along gradients" if self.tolerant else "a single gradient"
             raise ValueError(f"the attack needs {needed}, and the clients take {local.words}")
-        if self.needs_relu and not layer.relu:
-            raise ValueError(f"no ReLU follows layer {layer.name!r}, so its error signals have no zeros")
         return [partial(self._read, layer, budget, stream("unmixing"), clock) for stream in streams]
 
     def _read(
@@ -139,7 +138,6 @@ class _Unmixing(EachByItself):
         params, update = alone.params, alone.alone(0)
         weight, bias = (-update[name].double() for name in (layer.call.weight, layer.call.bias))
         mixture = _Mixture(weight, bias, known.batch_size, self.tolerant)
-        mixture.check()
         unproven = "" if mixture.exact else "the update holds noise"
         if not unproven and known.chain.slice_of(mixture.size) < mixture.size:
             unproven = "which examples each local step takes is unknown"
@@ -190,12 +188,8 @@ def _labels(x: Tensor, signals: Tensor, params: Params, layer: InputLayer, known
     slopes = torch.linalg.lstsq(by_output, signals[..., None] * size / known.scale).solution[..., 0]
     found = []
     for at, slope in zip(outputs.detach().double().split(1), slopes, strict=True):
-        found.append(kind.solved(partial(derivative, known, _as_they_are, at), slope, True, known.classes))
+        found.append(kind.solved(partial(derivative, known, lambda z: z, at), slope, True, known.classes))
     return torch.cat([kind.trial(1, known.classes) if y is None else y for y in found]).to(x.device)
-
-
-def _as_they_are(outputs: Tensor) -> Tensor:
-    return outputs
 
 
 # ------------------------------------------------------------------------------------------------------------ sparsity
@@ -238,7 +232,6 @@ def _directions(rows: Tensor, count: int, rng: Generator) -> Tensor:
 
 
 def _silent(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the entries of L Q (m, N) that are zero up to rounding."""
     signals: Tensor = (rows @ columns).abs()
     return signals < SILENT * signals.amax(0)
 

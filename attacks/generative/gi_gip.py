@@ -1,6 +1,5 @@
 """A generative prior: optimise a generator's latents, then its weights (GI-GIP: Jeon et al., 2021)."""
 
-import time
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from fedgauge.client.components import Count, NotNegative, Positive, Table
 from fedgauge.client.update import Params
 
 TOGETHER = 16  # problems at once, each with its own generator
-# yields the variables, images (n, B, C, H, W) and moved latents of each iteration; receives their objectives
+# yields the variables, images (n, B, C, H, W) and latents (n, B, numbers) if they move; receives the objectives (n,)
 Steps = Generator[tuple[list[Tensor], Tensor, Tensor | None], Tensor | None, None]
 
 
@@ -48,7 +47,6 @@ class GeneratorSearch(Attack):
 
     @property
     def own_generator(self) -> Table | None:
-        """A user's generator in place of one trained here."""
         return None
 
     @property
@@ -69,7 +67,7 @@ class GeneratorSearch(Attack):
         }
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        started = time.perf_counter()
+        clock = Deadline(budget.seconds)
         like = next(iter(wave.params.values()))
         try:
             trained = GeneratorTraining(self.latent, self.width, self.training)
@@ -82,13 +80,13 @@ class GeneratorSearch(Attack):
             return not_applicable(wave, str(error))
         size = (known.batch_size, generator.numbers)
         z = [torch.randn(size, generator=stream("latent", r)) for stream in streams for r in range(budget.restarts)]
-        latents, clock = torch.stack(z).to(like), Deadline(started, budget.seconds)
+        latents = torch.stack(z).to(like)
         parts = [
             self._search(problems, generator, rows, latents[rows].clone(), budget.iterations, clock)
             for rows in torch.arange(problems.count).split(TOGETHER)
         ]
         images, objectives, spent = (torch.cat(part) for part in zip(*parts, strict=True))
-        seconds, found = (time.perf_counter() - started) / len(wave), []
+        found = []
         for k, own in enumerate(torch.arange(problems.count).view(-1, budget.restarts)):
             best, done = own[objectives[own].argmin()], int(spent[own].max())
             status: Status = "converged"
@@ -98,35 +96,26 @@ class GeneratorSearch(Attack):
             elif done < budget.iterations:
                 status, reason = "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s"
             x = images[best].clamp(0, 1).float()
-            found.append(Reconstruction(x, labels[k], float(objectives[best]), done, seconds, status, reason))
+            found.append(Reconstruction(x, labels[k], float(objectives[best]), done, 0.0, status, reason))
         return found
-
-    def objective(
-        self, problems: Problems, rows: Tensor, x: Tensor, z: Tensor | None, leaves: Sequence[Tensor]
-    ) -> Tensor:
-        """The objectives (n,) of images x (n, B, C, H, W); their slopes, with those of the latents' density, are left in leaves.
-
-        Args:
-            z: latents (n, B, numbers); None: they are not moved.
-        """
-        value, slopes = problems.value_and_slopes({"x": problems.known.normalise(x).detach()}, rows)
-        total = (problems.known.normalise(x) * slopes["x"].nan_to_num(0.0, 0.0, 0.0)).sum()
-        if z is not None:
-            total = total + 0.5 * self.prior * z.square().mean((1, 2)).sum()
-        for leaf, slope in zip(leaves, torch.autograd.grad(total, leaves), strict=True):
-            leaf.grad = slope
-        return value
 
     def _search(
         self, problems: Problems, generator: ImageGenerator, rows: Tensor, z: Tensor, iterations: int, clock: Deadline
     ) -> tuple[Tensor, Tensor, Tensor]:
         """For some problems, from latents z: the images in [0, 1] of lowest objective, that objective, and iterations."""
         best, lowest, spent = made(generator, z, None), z.new_full((len(rows),), torch.inf), 0
-        steps, value = self._steps(generator, z, iterations), None
+        steps = self._steps(generator, z, iterations)
+        value: Tensor | None = None
         while spent < iterations and not clock.over():
             with torch.enable_grad():
                 leaves, x, latents = steps.send(value)
-                value = self.objective(problems, rows, x, latents, leaves)
+                pixels = problems.known.normalise(x)
+                value, slopes = problems.value_and_slopes({"x": pixels.detach()}, rows)
+                total = (pixels * slopes["x"].nan_to_num(0.0, 0.0, 0.0)).sum()
+                if latents is not None:
+                    total = total + 0.5 * self.prior * latents.square().mean((1, 2)).sum()
+                for leaf, slope in zip(leaves, torch.autograd.grad(total, leaves), strict=True):
+                    leaf.grad = slope
             better = value < lowest
             lowest = torch.where(better, value, lowest)
             best = torch.where(better.view(-1, 1, 1, 1, 1), x.detach(), best)

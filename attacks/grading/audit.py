@@ -50,16 +50,16 @@ class AuditResult:
 
 @dataclass(frozen=True, eq=False)
 class Auditor:
-    """Attacks waves of one source and grades the results.
+    """Attacks waves (batches of updates) of one source and grades the results.
 
     Args:
-        source: gives the attacker its public knowledge and, where there is one, the grader its truth.
+        source: gives the attacker its public knowledge, and the grader the truth where there is one.
         seed: of the attacker's randomness.
         device: where attacks run; waves come from the CPU, and results are graded there.
-        few: public examples that an attack learns from, at most; default: all.
-        metrics: those to grade by; default: all that apply.
-        purpose: of the attacks' randomness, where all attacks share their starts; default: each has its own.
-        labels_in_order: given labels come in the client's order, as some papers give them.
+        few: at most this many public examples for an attack to learn from; default: all.
+        metrics: names of the metrics to grade by; default: all that apply.
+        purpose: key of the randomness that all attacks share; default: each attack has its own.
+        labels_in_order: given labels are in the client's order, as in some papers.
 
     Example:
         >>> from fedgauge.client.protocol import Protocol
@@ -98,7 +98,7 @@ class Auditor:
     # ------------------------------------------------------------------------------------------ what the attacker knows
 
     def knowledge(self, planned: PlannedAttack, members: int | None = None, fed: Federation | None = None) -> Knowledge:
-        """The threat model of a planned attack.
+        """Return the attacker's knowledge in a planned attack.
 
         Args:
             members: clients that the server sees as one sum; default: a whole group.
@@ -112,7 +112,7 @@ class Auditor:
         return public_knowledge(fed, public, chain, members)
 
     def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
-        """The attacker's randomness for one observation."""
+        """Return the attacker's randomness for one observation: a function from keys to generators."""
         if self.purpose is None:
             return partial(generator, self.seed, "attack", planned.name, round, client)
         return partial(
@@ -128,12 +128,20 @@ class Auditor:
         others: Mapping[int, int] = {},
         memories: Mapping[int, ClientState] = {},
     ) -> list[AuditResult]:
-        """Attack a wave, then grade it.
+        """Attack a wave, then grade the reconstructions.
 
         Args:
-            others: for a client, another one of the same round: the result is also graded against that one's truth, as the
-                baseline wrong_client(attack) of that client.
-            memories: by client, what a stateful attack remembers of it; clients that it never met are absent.
+            planned: the attack, with its knowledge and budget.
+            wave: observations of several clients in one round.
+            others: by client, another client of the same round. The result is also graded against the other client's truth,
+                as its baseline wrong_client(attack).
+            memories: by client, what a stateful attack remembers of it from earlier rounds.
+
+        Returns:
+            One result for each client, in the wave's order.
+
+        Raises:
+            ValueError: the attack returned a batch of the wrong shape.
         """
         fed = self.federation
         sizes = [len(fed.protocol.members(client, wave.round)) for client in wave.clients]
@@ -207,11 +215,17 @@ class Auditor:
     def attack(
         self, planned: PlannedAttack, wave: Wave, members: int, memories: Mapping[int, ClientState] = {}
     ) -> list[tuple[Reconstruction, ClientState | None]]:
-        """Each client's reconstruction, and what a stateful attack remembers of it.
+        """Attack a wave without grading it. The attack gets no more of the truth than its threat model gives it.
 
         Args:
+            planned, wave, memories: as for `audit`.
             members: clients that the server sees as one sum.
-            memories: as for `audit`; the attack gets of the truth what its threat model gives it and no more.
+
+        Returns:
+            For each client the reconstruction, and the memory of a stateful attack (else None).
+
+        Raises:
+            ValueError: the attack returned a batch of the wrong shape.
         """
         attack = planned.build()
         known, wave = self._threat(planned, attack, wave, members)
@@ -250,7 +264,18 @@ class Auditor:
     def grade(
         self, attack: str, wave: Wave, client: int, result: Reconstruction, other: int | None = None
     ) -> tuple[Reconstruction, list[ScoreRecord]]:
-        """The reconstruction in the truth's order, with rows against its client's truth and against another client's."""
+        """Grade a reconstruction against its client's truth.
+
+        Args:
+            attack: the name for the rows.
+            wave: the attacked wave.
+            client: the client whose update was attacked.
+            result: the reconstruction.
+            other: another client; the result is also graded against its truth.
+
+        Returns:
+            The reconstruction in the truth's order, and the rows.
+        """
         source, round = self.source, wave.round
         truth, augmented = source.truth(client, round), source.trained_on(wave, client)
         paired, rows, _ = self.grader.grade(attack, round, client, result, truth, augmented)

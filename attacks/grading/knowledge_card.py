@@ -43,7 +43,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
     parts = [
         server,
-        "candidates with their labels, and not which of them are members"
+        "candidates with their labels, but not which of them are members"
         if planned.tests_membership
         else f"labels {attack.label_source if planned.labels == 'restored' else planned.labels}",
         f"chain {planned.defense}: {links}",

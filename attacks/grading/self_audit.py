@@ -23,6 +23,9 @@ class invert_own(SelfAudit):
     Args:
         attack: as [[attack]] use names it; it knows the whole chain, restores the labels, and has no auxiliary images.
         iterations, seconds: the most that it may spend.
+
+    Raises:
+        ValueError: the attack has no result, or needs earlier rounds.
     """
 
     attack: str

@@ -22,11 +22,12 @@ from typing import Any, Literal
 import torch
 
 from fedgauge.attacks.base import Observation
+from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import LocalTraining
 from fedgauge.client.models.losses import is_cross_entropy
-from fedgauge.client.models.vision import last_linear, layer_parameters
+from fedgauge.client.models.vision import layer_parameters
 from fedgauge.client.transforms import is_identity
 
 Kind = Literal["sum of gradients", "Adam", "unexplained", "undecided"]
@@ -84,7 +85,6 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
 
 
 def _unreadable(fed: Federation, seen: Observation) -> str:
-    """Return why this update gives no evidence; empty if it does."""
     if missing := {name for name, _ in fed.model.named_parameters()} - set(seen.update):
         return f"the update lacks {sorted(missing)[0]}"
     if fed.protocol.secure_sum is not None:
@@ -134,9 +134,9 @@ def _class_sums(fed: Federation, seen: Observation, eps: float) -> tuple[float, 
     classes = fed.shards.dataset.classes
     if not is_cross_entropy(fed.loss) or classes == 2:
         return None
-    try:
-        name = layer_parameters(last_linear(fed.model))[0]  # many trainings leave the decay of biases out
-    except ValueError:  # the network does not end in a fully connected layer
+    try:  # of the weight alone: many trainings leave the decay of biases out
+        name, _ = layer_parameters(classifier(fed.model, fed.shards.dataset.shape))
+    except ValueError:  # no fully connected layer computes the logits
         return None
     if name not in seen.update or seen.params[name].dim() < 2 or len(seen.update[name]) != classes:
         return None

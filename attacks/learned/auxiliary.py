@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks.base import Knowledge
 from fedgauge.client.components import Checked, Count, Natural, NotNegative
 from fedgauge.client.update import Batch
 
@@ -95,16 +94,3 @@ def cosine_matrix(n: int) -> Tensor:
     from scipy.fft import dct
 
     return torch.from_numpy(dct(torch.eye(n, dtype=torch.float64).numpy(), axis=0, norm="ortho"))
-
-
-def auxiliary_of(known: Knowledge, least: int = 1) -> Batch:
-    """The attacker's auxiliary examples.
-
-    Raises:
-        ValueError: they are too few or of another shape than the clients'.
-    """
-    found = known.auxiliary
-    if found is None or tuple(found.x.shape[1:]) != tuple(known.shape) or len(found.x) < least:
-        got = "none" if found is None else f"{len(found.x)} of shape {tuple(found.x.shape[1:])}"
-        raise ValueError(f"it needs at least {least} auxiliary examples of shape {tuple(known.shape)}, got {got}")
-    return found

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.cache import TensorCache, digest
-from fedgauge.attacks.learned.auxiliary import auxiliary_of
 from fedgauge.attacks.learned.trainer import perceptron, seeded
 from fedgauge.client.components import Checked, ComponentKind, Count, SpecError, Table, build, check_arguments, resolve
 from fedgauge.client.models.vision import Shape, load_weights
@@ -52,7 +51,6 @@ class ImageGenerator:
 
     @property
     def numbers(self) -> int:
-        """Latents of one image."""
         return math.prod(self.latent)
 
     def __call__(self, z: Tensor, weights: Params | None = None) -> Tensor:
@@ -62,7 +60,6 @@ class ImageGenerator:
         return (images.reshape(len(z), *self.shape) - self.low) / (self.high - self.low)
 
     def to(self, like: Tensor) -> "ImageGenerator":
-        """Move it to a tensor's dtype and device."""
         self.network.to(like)
         return self
 
@@ -139,14 +136,8 @@ class GeneratorTraining:
     noise: float = 0.1
 
     def decoder(self, known: Knowledge) -> Decoder:
-        """The decoder, trained now or cached.
-
-        Raises:
-            ValueError: there are no images of the right shape.
-        """
-        x = auxiliary_of(known).x
-        if min(known.shape[1:]) < 4:
-            raise ValueError(f"a generator needs images of at least 4 x 4 pixels, got {known.shape[1:]}")
+        """The decoder, trained now or cached; ValueError where there are no auxiliary images."""
+        x = known.public.x
         name = digest("generator", VERSION, self, x)
         decoder = self._networks(known.shape, name)[0]
         decoder.load_state_dict(TensorCache.own().get(f"generator-{name}", lambda: self._train(x, name)))

@@ -5,7 +5,6 @@ network serves all clients of a round; the next round's starts from its weights,
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -83,7 +82,7 @@ class learning_to_invert(StatefulAttack):
         if self.architecture == "refined":
             linear = ridge_inversion(buckets=self.buckets, passes=self.passes)
             return refine(wave, known, budget, linear), list(memories)
-        clock = Deadline(time.perf_counter(), budget.seconds)
+        clock = Deadline(budget.seconds)
         try:
             labels = self._labels(wave, known)
             shadow = ShadowTrainer(
@@ -100,7 +99,10 @@ class learning_to_invert(StatefulAttack):
             with torch.no_grad():
                 x = network(part).view(known.batch_size, *known.shape)
             found.append(record.answer(x, labels[k] if labels.numel() else None))
-        return found, [{"inverter": _stored(made[parent][2])} for parent in parents]
+        stored = {
+            parent: torch.tensor(list(bytes.fromhex(name)), dtype=torch.uint8) for parent, (*_, name) in made.items()
+        }
+        return found, [{"inverter": stored[parent]} for parent in parents]
 
     def _inverter(
         self, shadow: ShadowTrainer, budget: Budget, parent: str, clock: Deadline
@@ -161,9 +163,4 @@ def hungarian(costs: Tensor) -> Tensor:
 
 
 def _name(stored: Tensor) -> str:
-    """A name in the tensor cache; empty for none."""
     return bytes(stored.tolist()).hex() if bool(stored.any()) else ""
-
-
-def _stored(name: str) -> Tensor:
-    return torch.tensor(list(bytes.fromhex(name)), dtype=torch.uint8)

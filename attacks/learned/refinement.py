@@ -6,7 +6,6 @@ are white, so few steps suffice: they are long in directions in which images var
 """
 
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -156,7 +155,7 @@ class Refinement:
 
         def choose() -> dict[str, Tensor]:
             updates, batches, start = self.held
-            truth, clock = batches.x.view_as(start), Deadline(0.0, None)
+            truth, clock = batches.x.view_as(start), Deadline()
             tried = {0.0: start} | {t: self.descend(updates, batches.y, start, t, clock)[0] for t in TRUST}
             best = min((float((x - truth).square().mean()), trust) for trust, x in tried.items())
             return {"trust": torch.tensor(best, dtype=torch.float64)}
@@ -226,7 +225,7 @@ def _line(sizes: Tensor, squares: Tensor) -> tuple[float, float]:
 
 def refine(wave: Wave, known: Knowledge, budget: Budget, linear: ridge_inversion) -> list[Reconstruction]:
     """Refined reconstructions of each observation; the budget's iterations are Adam's steps from the linear answer."""
-    clock = Deadline(time.perf_counter(), budget.seconds)
+    clock = Deadline(budget.seconds)
     try:
         labels = labelling.restore(wave, known).sort(1).values
         shadow = ShadowTrainer(known, wave.params, linear.view, linear.passes)

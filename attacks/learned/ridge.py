@@ -65,9 +65,12 @@ class Ridge:
     def products(self, new: RidgeInputs) -> Tensor:
         """phi of new rows, or its inner products with phi of the rows that the weights are over."""
         centred = RidgeInputs(new.x.double() - self.centre, new.labels)
-        if self.rows is None:
-            return label_features(centred, self.bond, self.classes)
-        return kernel(centred, self.rows, self.centre, self.bond)
+        if self.rows is not None:
+            return kernel(centred, self.rows, self.centre, self.bond)
+        if not self.bond:
+            return centred.x
+        own = torch.nn.functional.one_hot(centred.labels, self.classes).to(centred.x)
+        return torch.cat([centred.x, self.bond**0.5 * (own[:, :, None] * centred.x[:, None]).flatten(1)], 1)
 
 
 def fit(
@@ -125,14 +128,6 @@ def minimise_on_grid(error: Callable[[float], float], start: float) -> float:
     return best
 
 
-def label_features(rows: RidgeInputs, bond: float, classes: int) -> Tensor:
-    """phi: (n, k), or (n, k * (1 + classes))."""
-    if not bond:
-        return rows.x
-    own = torch.nn.functional.one_hot(rows.labels, classes).to(rows.x)
-    return torch.cat([rows.x, bond**0.5 * (own[:, :, None] * rows.x[:, None]).flatten(1)], 1)
-
-
 def kernel(new: RidgeInputs, rows: RidgeInputs, centre: Tensor, bond: float) -> Tensor:
     """Inner products (m, n) of phi of centred rows with phi of rows that are centred here."""
     found = new.x.new_zeros(len(new.x), len(rows.x))
@@ -173,20 +168,16 @@ class ridge_inversion(Attack):
 
     @property
     def view(self) -> UpdateFeatures:
-        """The features of updates that it reads."""
         return UpdateFeatures(True, self.buckets)
 
 
 @dataclass(frozen=True, eq=False)
 class FittedRidge:
-    """The ridge of one attack under one threat model and model."""
-
     attack: ridge_inversion
     shadow: ShadowTrainer
 
     @cached_property
     def inverter(self) -> Ridge:
-        """The ridge, from the cache or fitted now."""
         kept = self.shadow.cache.get(f"ridge-{digest(self.shadow.key, self.attack)}", self._fit)
         dual, quiet, bond, regulariser, error = (float(kept[k]) for k in NUMBERS)
         rows = _inputs(self.shadow.shadow_data(False, quiet=bool(quiet))) if dual else None

@@ -15,10 +15,10 @@ from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import SHARE, free_bytes
 from fedgauge.attacks.engine.cache import TensorCache, digest
+from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.engine.simulator import Simulator
-from fedgauge.attacks.learned.auxiliary import auxiliary_of
 from fedgauge.client.gradient import gradient
-from fedgauge.client.models.vision import last_linear, layer_parameters
+from fedgauge.client.models.vision import layer_parameters
 from fedgauge.client.pairing import assigned
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update
@@ -84,10 +84,10 @@ class UpdateFeatures:
 def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
     """Updates (n, ...) with the classifier's rows reordered: the row of the own label (n,) first, then the others.
 
-    Unchanged if the model's last fully connected layer is no classifier.
+    Unchanged if the model has no fully connected classifier.
     """
     try:
-        layer = last_linear(known.model)
+        layer = classifier(known.model, known.shape)
     except ValueError:
         return updates
     classes, names = known.classes, layer_parameters(layer)
@@ -131,13 +131,12 @@ class ShadowTrainer:
 
     @cached_property
     def cache(self) -> TensorCache:
-        """The cache of training data and trained networks."""
         return replace(TensorCache.own(), device=self.device)
 
     @cached_property
     def auxiliary(self) -> Batch:
-        """The auxiliary images; ValueError if they are too few or of another shape."""
-        return auxiliary_of(self.known, FEWEST * self.known.batch_size)
+        """The auxiliary images; ValueError if they are too few."""
+        return self.known.enough(FEWEST * self.known.batch_size)
 
     @cached_property
     def name(self) -> str:
@@ -159,12 +158,10 @@ class ShadowTrainer:
 
     @cached_property
     def entries(self) -> int:
-        """Entries of an update."""
         return sum(p.numel() for p in self.params.values())
 
     @property
     def each(self) -> int:
-        """Rows of an update."""
         return self.known.batch_size if self.view.by_label else 1
 
     @cached_property
@@ -216,7 +213,6 @@ class ShadowTrainer:
 
     @property
     def device(self) -> torch.device:
-        """The device of the simulation."""
         return next(iter(self.params.values())).device
 
     def _simulated(self, groups: Tensor, name: str, quiet: bool) -> dict[str, Tensor]:

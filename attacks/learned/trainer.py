@@ -27,7 +27,6 @@ def perceptron(widths: Sequence[int], *end: nn.Module) -> nn.Sequential:
 
 
 def seeded(make: Callable[[], Network], *seed: str) -> Network:
-    """An untrained network, as torch initialises it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(*seed))
         return make()
@@ -47,15 +46,15 @@ class TrainingRecord:
     planned: int = 0
     interrupted: bool = False
 
-    def answer(self, x: Tensor | None, y: Tensor | None = None, seconds: float = 0.0) -> Reconstruction:
+    def answer(self, x: Tensor | None, y: Tensor | None = None) -> Reconstruction:
         """The reconstruction of one update, diverged if x is missing or not finite."""
         if x is None or not bool(x.isfinite().all()):
             reason = "the update is not finite, or too large to invert"
-            return Reconstruction(None, y, self.error, self.steps, seconds, "diverged", reason)
+            return Reconstruction(None, y, self.error, self.steps, 0.0, "diverged", reason)
         if not self.interrupted:
-            return Reconstruction(x, y, self.error, self.steps, seconds, "converged")
+            return Reconstruction(x, y, self.error, self.steps, 0.0, "converged")
         reason = f"{self.steps} of {self.planned} steps when the seconds were over"
-        return Reconstruction(x, y, self.error, self.steps, seconds, "out_of_budget", reason)
+        return Reconstruction(x, y, self.error, self.steps, 0.0, "out_of_budget", reason)
 
 
 def train(

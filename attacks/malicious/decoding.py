@@ -146,9 +146,3 @@ def decoded(x: Tensor, exact: int, wave: Wave, known: Knowledge, note: str = "on
     x = fill_with_mean(x.float().clamp(0, 1), size, known)
     words = f"{min(exact, size)} of {size} images proven exact ({note})"
     return Reconstruction(x, labels_of(wave, known), 1 - min(exact, size) / size, 1, 0.0, "converged", words)
-
-
-def read_images(x: Tensor, wave: Wave, known: Knowledge) -> Reconstruction:
-    """The result for images (n, C, H, W) as they were read, those on the 8-bit grid, which are proven, first."""
-    exact = on_grid(x)
-    return decoded(torch.cat([snap_to_grid(x[exact]), x[~exact]]), int(exact.sum()), wave, known)

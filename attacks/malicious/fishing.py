@@ -75,7 +75,7 @@ class feature_fishing(ServerAttack):
         logits = _row_logits(sent, known, weight)
         low, high = (float(logits.mean() + side * 6 * logits.std()) for side in (-1, 1))
         if not high > low:  # as where no unit is active, to which one client's update can bring the weights
-            raise ValueError("the weights give all public examples one score, so no threshold can separate examples")
+            raise ValueError("the weights give all public examples the same score, so no threshold can separate them")
         threshold, steepness = self._search(low, high, known, seen)
         return _one_row(sent, known, row, steepness * weight, -steepness * threshold)
 
@@ -114,7 +114,6 @@ def _row_logits(sent: Params, known: Knowledge, row: Tensor) -> Tensor:
 
 
 def _one_row(params: Params, known: Knowledge, row: int, weight: Tensor, bias: float) -> dict[str, Tensor]:
-    """The weights with a classifier of zeros except for one row."""
     changed, name = {k: t.clone() for k, t in params.items()}, classifier(known.model, known.shape)
     for key, value in ((f"{name}.weight", weight), (f"{name}.bias", bias)):
         changed[key].zero_()

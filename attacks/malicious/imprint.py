@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
-from fedgauge.attacks.malicious.decoding import LayerRows, input_to_pixels, read_images
+from fedgauge.attacks.malicious.decoding import LayerRows, decoded, input_to_pixels, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Count, Positive, Table
 from fedgauge.client.models.vision import Shape
@@ -149,7 +149,7 @@ def quantile_levels(values: Tensor, bins: int) -> Tensor:
     """
     width = 1.3 * float(values.std()) * len(values) ** (-1 / 3)
     if not width > 0:
-        raise ValueError("the public images are all alike to the query: no threshold can separate images")
+        raise ValueError("the query is the same for all public images: no threshold can separate them")
     lowest, highest = float(values.min()) - 4 * width, float(values.max()) + 4 * width
     points = torch.linspace(lowest, highest, POINTS, dtype=torch.float64)
     near = ((values - lowest) / (highest - lowest) * (POINTS - 1)).round().long()  # far finer than the kernel
@@ -186,4 +186,6 @@ def read_bins(layer: str, alone: Wave, known: Knowledge, members: int = 0) -> Re
         split = rows.weight.chunk(members, 1)
         parts = [LayerRows(part[:, :-pixels], part[:, -pixels:].mean(1)) for part in split]
     found = [part.differences().images(known) for part in parts if bool(part.bias.any())]
-    return read_images(torch.cat(found), alone, known)
+    x = torch.cat(found)
+    exact = on_grid(x)
+    return decoded(torch.cat([snap_to_grid(x[exact]), x[~exact]]), int(exact.sum()), alone, known)

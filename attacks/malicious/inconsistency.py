@@ -33,7 +33,7 @@ class dead_layer(ServerAttack):
         layers = [k.removesuffix(".weight") for k in sent if k.endswith(".weight")]
         before = [layer for layer in layers[: layers.index(end)] if f"{layer}.bias" in sent]
         if not before:
-            raise ValueError(f"no layer with a bias, which the attack switches off, is before {end!r}")
+            raise ValueError(f"no layer before {end!r} has a bias, by which the attack could switch it off")
         name = before[-1]
         changed = {k: t.clone() for k, t in sent.items()}
         changed[f"{name}.weight"].zero_()
@@ -41,7 +41,7 @@ class dead_layer(ServerAttack):
         client = gradient(known.model, known.loss, normalise=known.normalise)
         alive = [k for k, t in client(changed, probe_batch(known, 8), None).items() if bool(t.count_nonzero())]
         if alive != [f"{end}.bias"]:
-            raise ValueError(f"no sigmoid or ReLU behind {name!r} switches it off: {', '.join(alive)} still move")
+            raise ValueError(f"no sigmoid or ReLU behind {name!r} switches it off: {', '.join(alive)} are still active")
         return changed
 
 

@@ -19,7 +19,7 @@ from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.imprint import SortingBlock, planted, read_bins, sorting_block, sorting_query
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.client.components import Count, Natural, Positive, Table, check_at_least
+from fedgauge.client.components import Count, Natural, Positive, Table
 from fedgauge.client.models.vision import Shape
 from fedgauge.client.update import Params
 
@@ -50,7 +50,8 @@ class loki(ServerAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, self.place + 1, "members")
+        if self.place >= self.members:
+            raise ValueError(f"place must be below members = {self.members}, got {self.place}")
 
     @property
     def architecture(self) -> Table:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -42,31 +42,19 @@ RARE = 1e-3  # probability that noise alone passes for an image
 ROUNDED = 1e-5  # of the features' root mean square: what float32 leaves of them in a difference of rows
 
 
-class _Head(NamedTuple):
-    """The fully connected layer that reads the features, and the next one; both by their names in the network.
+def _head(known: Knowledge) -> tuple[str, str, bool]:
+    """Names of the fully connected layer that reads the features and of the next one; True if the features are the image itself.
 
-    Args:
-        direct: the features are the image itself.
+    Raises:
+        ValueError: there are none.
     """
-
-    first: str
-    second: str
-    direct: bool
-
-    @classmethod
-    def of(cls, known: Knowledge) -> "_Head":
-        """The head.
-
-        Raises:
-            ValueError: there is none.
-        """
-        calls = layer_calls(known.model, known.shape)
-        for first, second in pairwise(calls):
-            if first.dense:
-                if first.bias and second.dense and activation_between(first, second) == "relu":
-                    return cls(first.name, second.name, first is calls[0])
-                break
-        raise ValueError("no fully connected layer with a bias, a ReLU and another such layer behind it")
+    calls = layer_calls(known.model, known.shape)
+    for first, second in pairwise(calls):
+        if first.dense:
+            if first.bias and second.dense and activation_between(first, second) == "relu":
+                return first.name, second.name, first is calls[0]
+            break
+    raise ValueError("no fully connected layer with a bias, a ReLU and another such layer behind it")
 
 
 @dataclass(frozen=True)
@@ -80,21 +68,21 @@ class scale_mia(ServerAttack):
     strength: Positive = 1.0
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        head = _Head.of(known)
-        made = dict(sent) if head.direct else principal_layers(head.first, sent, known)
-        h = layer_input(known, made, head.first, public_images(known)).flatten(1).double()
+        first, second, direct = _head(known)
+        made = dict(sent) if direct else principal_layers(first, sent, known)
+        h = layer_input(known, made, first, public_images(known)).flatten(1).double()
         query = torch.randn(h.shape[1], generator=rng, dtype=torch.float64) / h.shape[1] ** 0.5
         values = h @ query
         spread = float(values.std())
-        weight, onward = made[f"{head.first}.weight"], made[f"{head.second}.weight"]
+        weight, onward = made[f"{first}.weight"], made[f"{second}.weight"]
         lowest = values.min() - 3 * spread  # below every image
         levels = torch.cat([lowest[None], quantile_levels(values, len(weight))])
         # half of them negative: of weights that are all alike a classifier has no gradient
         signs = 1.0 - 2.0 * (torch.randperm(len(onward), generator=rng) % 2)
         parts = {
-            f"{head.first}.weight": query / spread,
-            f"{head.first}.bias": -levels / spread,
-            f"{head.second}.weight": (self.strength / len(weight) * signs)[:, None],
+            f"{first}.weight": query / spread,
+            f"{first}.bias": -levels / spread,
+            f"{second}.weight": (self.strength / len(weight) * signs)[:, None],
         }
         return planted(made, "", parts)
 
@@ -110,10 +98,10 @@ class read_latents(ClosedForm):
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        head = _Head.of(known)
-        if head.direct:
-            return partial(read_bins, head.first)
-        return partial(_read, head.first, _Decoder.fitted(wave.params, known, head.first))
+        first, _, direct = _head(known)
+        if direct:
+            return partial(read_bins, first)
+        return partial(_read, first, _Decoder.fitted(wave.params, known, first))
 
 
 def _read(layer: str, decoder: "_Decoder", alone: Wave, known: Knowledge) -> Reconstruction:

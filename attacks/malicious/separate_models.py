@@ -57,17 +57,18 @@ class separate_models(ServerAttack):
         return {"use": "separate", "count": self.count}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        _check_separable(known)
+        _separable(known)
         return dict(sent)
 
 
-def _check_separable(known: Knowledge) -> None:
-    """ValueError where examples share sub-networks."""
+def _separable(known: Knowledge) -> SeparateNetworks:
+    """The network; ValueError where examples share sub-networks."""
     if not isinstance(known.model, SeparateNetworks):
         raise ValueError("all examples share one network: the attack needs one network for each example")
     each, size = any(map(is_per_example, known.chain.links)), known.batch_size
     if each or not known.chain.local.plain or known.chain.slice_of(size) < size:
-        raise ValueError("examples are kept apart by plain steps of the whole batch, and the clients take others")
+        raise ValueError("examples are separable only by plain steps on the whole batch, and the clients take others")
+    return known.model
 
 
 # ------------------------------------------------------------------------------------------------------------- decoder
@@ -89,15 +90,14 @@ class separated(DelegatingAttack):
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         try:
-            _check_separable(known)
+            networks = _separable(known).models
         except ValueError as error:
             return not_applicable(wave, str(error))
-        assert isinstance(known.model, SeparateNetworks)
-        count = min(known.batch_size, len(known.model.models))
+        count = min(known.batch_size, len(networks))
         share = None if budget.seconds is None else budget.seconds / count
         inner, parts = self.inner, []
         for i in range(count):
-            part, knowledge = _part(wave, known, i)
+            part, knowledge = _part(wave, known, networks, i)
             own = [partial(stream, "part", i) for stream in streams]
             results = inner.reconstruct(part, knowledge, replace(budget, seconds=share), own)
             proven = [_proven(r, part.params, part.alone(k), knowledge) for k, r in enumerate(results)]
@@ -105,10 +105,9 @@ class separated(DelegatingAttack):
         return [_merged([part[k] for part in parts], known) for k in range(len(wave))]
 
 
-def _part(wave: Wave, known: Knowledge, i: int) -> tuple[Wave, Knowledge]:
+def _part(wave: Wave, known: Knowledge, networks: nn.ModuleList, i: int) -> tuple[Wave, Knowledge]:
     """The wave and threat model of sub-network i, as if it were a client of its own."""
-    assert isinstance(known.model, SeparateNetworks)
-    network, count, prefix = known.model.models[i], len(known.model.models), f"models.{i}."
+    count, prefix = len(networks), f"models.{i}."
     size = len(range(i, known.batch_size, count))
     inner = {k.removeprefix(prefix) for k in wave.params if k.startswith(prefix)}
     params, update = ({k: tensors[prefix + k] for k in sorted(inner)} for tensors in (wave.params, wave.update))
@@ -119,7 +118,7 @@ def _part(wave: Wave, known: Knowledge, i: int) -> tuple[Wave, Knowledge]:
     # labels belong to places only if the attacker has them in the client's order, which is not guaranteed
     labels = None if known.labels is None or is_cross_entropy(known.loss) else known.labels[:, i::count]
     part = replace(wave, params=params, update=update, buffers=buffers)
-    return part, replace(known, model=network, chain=chain, batch_size=size, labels=labels)
+    return part, replace(known, model=networks[i], chain=chain, batch_size=size, labels=labels)
 
 
 def _proven(result: Reconstruction, params: Params, update: Params, known: Knowledge) -> bool:
@@ -132,7 +131,6 @@ def _proven(result: Reconstruction, params: Params, update: Params, known: Knowl
 
 
 def _merged(parts: Sequence[tuple[Reconstruction, bool]], known: Knowledge) -> Reconstruction:
-    """Merge the results for one observation's parts, in the order of the batch."""
     results = [r for r, _ in parts]
     places = [range(i, known.batch_size, len(parts)) for i in range(len(parts))]
     proven = sum(len(place) for (_, exact), place in zip(parts, places, strict=True) if exact)
@@ -150,7 +148,7 @@ def _merged(parts: Sequence[tuple[Reconstruction, bool]], known: Knowledge) -> R
         y=torch.cat(y)[order] if len(y) == len(results) else None,
         objective=sum(r.objective for r in results) / len(results),
         iterations=sum(r.iterations for r in results),
-        seconds=sum(r.seconds for r in results),
+        seconds=0.0,
         status="converged" if failed is None or any(r.status == "converged" for r in results) else failed.status,
         reason=note if failed is None else f"{note}; {failed.reason}",
     )

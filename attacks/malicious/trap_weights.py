@@ -26,14 +26,6 @@ TRIED = 512  # public images on which a scale is tuned
 COMPARED = 256  # unproven images that are compared with each other
 
 
-def _layer(known: Knowledge) -> str:
-    """The fully connected layer with bias and ReLU that reads the image itself; ValueError where there is none."""
-    layer = dense_input_layer(known.model, known.shape)
-    if not layer.relu:
-        raise ValueError(f"no ReLU follows layer {layer.name!r}, so its rows cannot separate images")
-    return layer.name
-
-
 @dataclass(frozen=True)
 class trap_weights(ServerAttack):
     """Sets rows with a negative half that outweighs the positive one, in pixels, independent of normalisation.
@@ -46,7 +38,8 @@ class trap_weights(ServerAttack):
     scale: Share | None = None
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        names = [f"{_layer(known)}.{part}" for part in ("weight", "bias")]
+        layer = dense_input_layer(known.model, known.shape, relu=True).name
+        names = [f"{layer}.{part}" for part in ("weight", "bias")]
         old = sent[names[0]]
         sizes = torch.randn(old.shape, generator=rng).abs() / old.shape[1] ** 0.5
         up = torch.rand(old.shape, generator=rng).argsort(1) < old.shape[1] // 2
@@ -84,7 +77,7 @@ class read_rows(ClosedForm):
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
-        return partial(_read, _layer(known))
+        return partial(_read, dense_input_layer(known.model, known.shape, relu=True).name)
 
 
 def _read(layer: str, alone: Wave, known: Knowledge) -> Reconstruction:

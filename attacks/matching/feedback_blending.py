@@ -36,6 +36,9 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
         fit: the attack's whole objective up to which a reconstruction is a success; 1e-4 suits DLG and iDLG.
         start: "blend", from noise until there are two images. The controls "half" (constant 1/2), "mean" (the mean auxiliary
             image) and "noise" measure the effect of the start by itself.
+
+    Raises:
+        ValueError: attack is not a gradient-matching recipe, or alpha is outside 0 to 1.
     """
 
     attack: str | Mapping[str, Any] | Attack = "idlg"

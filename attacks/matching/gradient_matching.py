@@ -93,7 +93,6 @@ class GradientMatching(Attack):
         if start is not None:
             first = problems.free(known.normalise(start)).repeat(1, problems.epochs, *[1] * len(known.shape))
             variables["x"][:: budget.restarts] = first.to(variables["x"])
-        clock = Deadline(started, budget.seconds)
         outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock))
         images = problems.joined(variables["x"], rows)
         labels = problems.joined_labels(variables, rows)

@@ -154,39 +154,35 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     return by_channel.mean(1), by_channel.var(1, correction=0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class gaussian(Prior):
     """A normal distribution over an example's pixels: half the squared Mahalanobis distance.
 
+    It is fitted to the attacker's auxiliary images.
+
     Args:
         weight: 1 with a likelihood that is a density, such as that of noise; far less with a cosine.
-        mean: (d,); covariance: (d, d), positive definite. Default: fitted to the attacker's auxiliary images.
         by_class: each image has its class's mean, and all have the covariance within classes; labels are restored or given.
     """
 
     weight: float = 1.0
-    mean: Tensor | None = None
-    covariance: Tensor | None = None
     by_class: bool = False
 
     def bind(self, known: Knowledge, params: Params) -> Energy | LabelledEnergy:
-        if self.mean is not None and self.covariance is not None:
-            fitted = GaussianPrior.of(self.mean, self.covariance)
-        else:
-            fitted = GaussianPrior.fit(deviations(known.public) if self.by_class else known.public.x)
-        if self.mean is not None or not self.by_class:
-            return partial(_mahalanobis, known, fitted.mean, fitted)
+        fitted = GaussianPrior.fit(deviations(known.public) if self.by_class else known.public.x)
+        if not self.by_class:
+            return partial(mahalanobis, known, fitted.mean, fitted)
         every = torch.arange(known.classes, device=known.public.y.device)
         means = class_means(known.public, every).flatten(1).double()
 
         def energy(x: Tensor, y: Tensor) -> Tensor:
             weights = y if y.is_floating_point() else nn.functional.one_hot(y, known.classes)
-            return _mahalanobis(known, weights.to(means) @ means, fitted, x)
+            return mahalanobis(known, weights.to(means) @ means, fitted, x)
 
         return LabelledEnergy(energy, lambda y: known.normalise(means[y].view(*y.shape, *known.shape)))
 
 
-def _mahalanobis(known: Knowledge, mean: Tensor, fitted: GaussianPrior, x: Tensor) -> Tensor:
+def mahalanobis(known: Knowledge, mean: Tensor, fitted: GaussianPrior, x: Tensor) -> Tensor:
     """Half the squared distance of images x (B, C, H, W) from means (d,) or (B, d), summed, by the covariance's axes."""
     centred = known.pixels(x).flatten(1) - mean.to(x)
     along = centred @ fitted.axes.to(x).T

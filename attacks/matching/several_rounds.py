@@ -73,7 +73,7 @@ class several_rounds(StatefulAttack):
             for own, (rounds, y), stream in zip(met, parts, streams, strict=True):
                 started, ends = time.perf_counter(), []
                 for i in range(budget.restarts):
-                    clock = Deadline(time.perf_counter(), share)
+                    clock = Deadline(share)
                     ends.append(self._search(rounds, len(own), y, known, budget.iterations, clock, stream("start", i)))
                 best = min(ends, key=lambda r: r.objective if r.objective == r.objective else torch.inf)
                 found.append(replace(best, seconds=time.perf_counter() - started))

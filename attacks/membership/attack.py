@@ -31,6 +31,9 @@ class membership(Measure):
             (reads only the weights) or label_frequency (reads nothing).
         strangers: examples outside all training sets, among which false positives are counted; at most so many, at least 1.
         held: examples of each client's data, whether or not they are in its batch; at most so many, at least 0.
+
+    Raises:
+        ValueError: the clients of a sum change from round to round.
     """
 
     score: Literal[
@@ -61,8 +64,8 @@ class membership(Measure):
         scored = [k for k, own in enumerate(scores) if bool(own.isfinite().all())]
         if not scored:
             return {}, {}
-        told = scores[scored], [wave.clients[k] for k in scored]
-        return test.over_rounds(*told) if self.is_stateful else (test.of_updates(*told), {})
+        tested = scores[scored], [wave.clients[k] for k in scored]
+        return test.over_rounds(*tested) if self.is_stateful else (test.of_updates(*tested), {})
 
     def scores(self, wave: Wave, known: Knowledge, candidates: Batch) -> Tensor:
         """Return the membership score of each candidate (N) in each update's batch (K): (K, N) float64.

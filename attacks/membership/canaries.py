@@ -50,8 +50,8 @@ class Canaries(Measure):
         count, data = len(fed.protocol.canary_clients), fed.shards
         if not self.examples:
             return [f"the directions of {count} canaries"]
-        told = f"{count * self.examples} canary examples, and not which of them are among the data"
-        return [batch, told, modality_of(data.dataset).auxiliary(Auxiliary(), len(data.auxiliary))]
+        known = f"{count * self.examples} canary examples, but not which of them are among the data"
+        return [batch, known, modality_of(data.dataset).auxiliary(Auxiliary(), len(data.auxiliary))]
 
     def measure(self, case: Case) -> tuple[Rows, Memories]:
         holders = case.fed.protocol.canary_clients

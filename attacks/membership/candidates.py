@@ -50,7 +50,6 @@ class MembershipTest:
 
     @cached_property
     def candidates(self) -> Batch:
-        """All of them, members unmarked."""
         data = self.case.fed.shards.dataset
         return concatenate([batch_of(data.x, data.y, self.rows), self.strangers])
 
@@ -59,7 +58,6 @@ class MembershipTest:
         return classes_of(self.candidates)
 
     def _batch(self, client: int) -> Tensor:
-        """Rows of the examples behind a client's update."""
         return self.case.fed.rows_at(client, self.case.wave.round)
 
     def _held(self, client: int) -> Tensor:
@@ -87,7 +85,6 @@ class MembershipTest:
         return found
 
     def _against(self, rows: list[ScoreRecord]) -> list[ScoreRecord]:
-        """The rows as those of the baseline wrong_client."""
         return [replace(row, attack=wrong_client(row.attack)) for row in rows]
 
     def _graded(self, scores: Tensor, client: int) -> list[ScoreRecord]:
@@ -141,7 +138,7 @@ class MembershipTest:
 def above(scores: Tensor, strangers: Tensor) -> Tensor:
     """(P,) float64, the share of strangers (S,) that each score exceeds, ties counting half."""
     if not len(strangers):
-        raise ValueError("no stranger has a label of the members: raise strangers, or give more test data")
+        raise ValueError("no non-member shares a label with the members: raise strangers, or give more test data")
     lower, higher = (torch.searchsorted(strangers.sort().values, scores, right=right) for right in (False, True))
     return (lower + higher).double() / 2 / len(strangers)
 

@@ -58,18 +58,17 @@ class CandidateGradients:
 
     @cached_property
     def losses(self) -> Tensor:
-        """(N,) float64, each candidate's loss."""
         return self.losses_at(self.params)
 
     def losses_at(self, params: Params) -> Tensor:
         """(N,) float64, each candidate's loss at other weights."""
+        losses: list[Tensor] = []
         with torch.no_grad():
-            found = [
-                torch.stack([loss_of(self.known.loss, *(t[i : i + 1] for t in read)) for i in range(len(part.x))])
-                for part in self._parts()
-                for read in [(self._logits(params, part.x), part.y, self.known.normalise(part.x))]
-            ]
-        return torch.cat(found).double()
+            for part in self._parts():
+                x = self.known.normalise(part.x)
+                read = functional_call(self.known.model, params, (x,)), part.y, x
+                losses += [loss_of(self.known.loss, *(t[i : i + 1] for t in read)) for i in range(len(x))]
+        return torch.stack(losses).double()
 
     def products(self, directions: Tensor) -> Tensor:
         """<gradient, direction> for each direction (K, d), flattened in the order of the weights: (K, N) float64."""
@@ -107,10 +106,6 @@ class CandidateGradients:
             raise Unsupported("the gradients of words, of penalties, and plain autograd, are formed as a whole")
         x = self.known.normalise(part.x)[:, None].requires_grad_()
         return gradients(self.known.model, self.params, x, part.y[:, None], 1.0, factors, self.known.loss)
-
-    def _logits(self, params: Params, x: Tensor) -> Tensor:
-        logits: Tensor = functional_call(self.known.model, params, (self.known.normalise(x),))
-        return logits
 
     def _parts(self) -> Iterator[Batch]:
         return (

@@ -101,7 +101,6 @@ class _Expected:
         return self.entries + (self.axes.square() * self.variances[:, None]).sum(0)
 
     def at(self, columns: Tensor) -> "_Expected":
-        """Of some entries."""
         return replace(self, mean=self.mean[columns], axes=self.axes[:, columns], entries=self.entries[columns])
 
 

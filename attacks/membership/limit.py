@@ -48,15 +48,15 @@ def area(mu: float) -> float:
     return NormalDist().cdf(mu / math.sqrt(2))
 
 
-def mu_of(told: float, alpha: float) -> float:
+def mu_of(detected: float, alpha: float) -> float:
     """The inverse of `power` at a false-positive rate in (0, 1); 0 for less than chance.
 
     >>> round(mu_of(power(0.01, mu=1.3), 0.01), 6)
     1.3
     """
-    if told <= alpha:
+    if detected <= alpha:
         return 0.0
-    return math.inf if told >= 1 else NormalDist().inv_cdf(told) - NormalDist().inv_cdf(alpha)
+    return math.inf if detected >= 1 else NormalDist().inv_cdf(detected) - NormalDist().inv_cdf(alpha)
 
 
 def detectability(candidates: CandidateGradients) -> Tensor:

@@ -1,10 +1,11 @@
 """Arrays of floats as private data: windows of sensors, volumes, vectors, images that an app has normalised."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
+from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.modality.base import Measured, Modality
 from fedgauge.attacks.modality.image_metrics import Metric, correlation, identified, mse, psnr
 from fedgauge.attacks.modality.images import IMAGE_ATTACKS, ImageModality
@@ -44,8 +45,8 @@ class ArrayModality(ImageModality):
     def possible(self, x: Tensor) -> Tensor:
         return x.clamp(-BEYOND, 1 + BEYOND)
 
-    def known(self) -> dict[str, Any]:
-        return {"low": -BEYOND, "high": 1 + BEYOND}
+    def informed(self, known: Knowledge) -> Knowledge:
+        return replace(known, low=-BEYOND, high=1 + BEYOND)
 
     def condition(self, lengths: str) -> str:
         return "range of public arrays known"

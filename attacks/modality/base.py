@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Reconstruction
+from fedgauge.attacks.base import Knowledge, Reconstruction
 from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.client.components import Table
@@ -156,9 +156,9 @@ class Modality(ABC):
         """The guess of the truth's shape as which a paper's table grades an attack that failed."""
         return torch.zeros_like(truth)
 
-    def known(self) -> dict[str, Any]:
-        """Return an attacker's prior knowledge of such examples, in addition to the model: fields of Knowledge."""
-        return {}
+    def informed(self, known: Knowledge) -> Knowledge:
+        """Add what an attacker knows beforehand of such examples."""
+        return known
 
     def of_batch(self, truth: Tensor, found: Reconstruction) -> dict[str, float]:
         """Metrics of a whole update, by name, from its truth and what was found, in the same order."""

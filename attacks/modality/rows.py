@@ -1,12 +1,12 @@
 """Rows of tables as private data."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Reconstruction
+from fedgauge.attacks.base import Knowledge, Reconstruction
 from fedgauge.attacks.modality.base import PERCENT, MainMetric, Mark, Measured, Modality
 from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.client.data.tables import Tabular
@@ -96,8 +96,8 @@ class RowModality(Modality):
             )
         return x.float()
 
-    def known(self) -> dict[str, Any]:
-        return {"columns": self.columns}
+    def informed(self, known: Knowledge) -> Knowledge:
+        return replace(known, columns=self.columns)
 
     def condition(self, lengths: str) -> str:
         return "columns and their bounds known"

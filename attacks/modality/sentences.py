@@ -1,13 +1,13 @@
 """Sentences as private data."""
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Sentences
+from fedgauge.attacks.base import Knowledge, Sentences
 from fedgauge.attacks.modality.base import PERCENT, MainMetric, Mark, Measured, Modality
 from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.attacks.modality.text_metrics import match_sentences, text_metrics
@@ -58,8 +58,8 @@ class SentenceModality(Modality):
     def blank(self, truth: Tensor) -> Tensor:
         return torch.full_like(truth, self.dataset.tokenizer.pad)
 
-    def known(self) -> dict[str, Any]:
-        return {"text": Sentences()}
+    def informed(self, known: Knowledge) -> Knowledge:
+        return replace(known, text=Sentences())
 
     def small_model(self) -> Table:
         return {"use": "tiny_bert" if self.dataset.task == "classification" else "tiny_gpt2"}

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,8 +42,6 @@ class tableak(Attack):
     softmax: bool = True
     pool: bool = True
 
-    needs_rows: ClassVar[bool] = True
-
     needs_derivative = True
 
     def reconstruct(
@@ -65,16 +62,16 @@ class tableak(Attack):
         own = slice(k * restarts, (k + 1) * restarts)
         rows, labels = found.images[own], found.labels[own]
         status, reason, done = found.ended(k, rows[best], budget)
-        seconds, objective = found.seconds / len(found.objectives), float(found.objectives[k, best])
+        objective = float(found.objectives[k, best])
         if status == "diverged":
-            return Reconstruction(None, labels[best], objective, done, seconds, status, reason)
+            return Reconstruction(None, labels[best], objective, done, 0.0, status, reason)
         ended = found.objectives[k].isfinite() & rows.flatten(1).isfinite().all(1)
         voters, pooled = aligned(columns, rows[ended], labels[ended], rows[best], labels[best]), rows[best]
         if self.pool:
             pooled = columns.scaled(columns.natural(voters).median(0).values)
         x = columns.rows(columns.cells(pooled))
         return Reconstruction(
-            x, labels[best], objective, done, seconds, status, reason, confidence=confidence(columns, voters)
+            x, labels[best], objective, done, 0.0, status, reason, confidence=confidence(columns, voters)
         )
 
 
@@ -83,11 +80,8 @@ def aligned(columns: Columns, rows: Tensor, labels: Tensor, to: Tensor, its_labe
     wanted, found = columns.cells(to), columns.cells(rows)
     differ = 1 - columns.right(wanted[:, None], found[:, None]).double().mean(-1)
     apart = (to[:, None] - rows[:, None]).double().square().mean(-1)
-    other = (
-        (its_labels[:, None] != labels[:, None]).flatten(3).any(3).double()
-        if labels.dim() > 2
-        else (its_labels[:, None] != labels[:, None]).double()
-    )
+    differs = its_labels[:, None] != labels[:, None]
+    other = differs.reshape(*differs.shape[:3], -1).any(3).double()
     costs = differ + TIE * apart / apart.amax().clamp_min(TIE) + OTHER_LABEL * other
     return torch.stack([own[assigned(cost)] for own, cost in zip(rows, costs, strict=True)])
 

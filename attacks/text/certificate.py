@@ -1,7 +1,6 @@
 """Certificates: a guess is proven right, without the truth, when the client's own step turns it into the observed update."""
 
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -147,8 +146,6 @@ class GuessVerifier:
 
 
 class SentenceReader(EachByItself):
-    """An attack that reads each observation's sentences by themselves, and tries to prove them."""
-
     on_cpu = False
 
     @abstractmethod
@@ -156,7 +153,7 @@ class SentenceReader(EachByItself):
         """The sentences and the relative error that they leave; Unreadable if nothing can be read."""
 
     def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
-        deadline = Deadline(time.perf_counter(), budget.seconds)
+        deadline = Deadline(budget.seconds)
         return [partial(self._judged, budget, stream, deadline) for stream in streams]
 
     def _judged(

@@ -42,145 +42,7 @@ Ids = tuple[int, ...]
 Distances = dict[Ids, tuple[float, float]]  # of sentences: the mean and the largest distance of their inputs
 
 
-@dataclass(frozen=True, eq=False)
-class SentenceJudge:
-    """Judges sentences by the distance of their inputs in an attention block from the span of the true ones.
-
-    Args:
-        spans: None: nothing judges, as a single sentence needs no judge.
-        block: the block's number, from 0; positions: how many count, from the first on.
-    """
-
-    verifier: GuessVerifier
-    spans: Spans | None
-    block: int
-    positions: int
-
-    @property
-    def rounding(self) -> float:
-        """The relative size of a vector's own rounding, as the spans see it."""
-        eps: float = torch.finfo(next(iter(self.verifier.update.values())).dtype).eps
-        return eps * math.sqrt(self.verifier.model.width) * (self.spans.stretch if self.spans else 1.0)
-
-    def distances(self, sentences: Sequence[Ids]) -> Tensor:
-        """The distances (N, L), zero behind a sentence's end."""
-        model, length = self.verifier.model, self.verifier.known.shape[0]
-        if self.spans is None:
-            return torch.zeros(len(sentences), length)
-        parts = [model.parts.layers[self.block].query.weight]
-        distances = []
-        for first in range(0, len(sentences), CHUNK):
-            some = sentences[first : first + CHUNK]
-            x = framed(some, max(map(len, some)), model.pad)
-            measured = self.spans.distance(layer_inputs(model, self.verifier.params, parts, x)[0]).cpu()
-            distances.append(F.pad(measured * (x != model.pad), (0, length - x.shape[1])))
-        return torch.cat(distances)
-
-
-@dataclass(eq=False)
-class SentenceAssembly:
-    """Assembles an encoder's sentences from the words that passed the first block, by their distance in the second.
-
-    In an encoder every word changes every input, and a sentence with one wrong word is nearer than one with two: words are
-    exchanged for those that bring the sentence nearest, until no exchange helps. The words of a sentence that was found leave
-    the pool, unless a position has fewer words than there are sentences.
-
-    Args:
-        words: candidates of each position, the nearest first.
-        starts: random sentences from which a search begins.
-    """
-
-    judge: SentenceJudge
-    words: Sequence[list[int]]
-    starts: int
-    rng: Generator
-    deadline: Deadline
-
-    def sentences(self) -> list[Ids]:
-        """As many as the batch has, and a few others that came near, the likeliest first."""
-        count = self.judge.verifier.known.batch_size
-        passed: list[Ids] = []  # beyond doubt
-        near: dict[Ids, float] = {}
-        idle = 0
-        while len(passed) < count and not self.deadline.over():
-            before = len(passed)
-            for length in self._lengths():
-                found = self._search(length, passed, idle)
-                close = {ids: mean for ids, (mean, worst) in found.items() if worst <= LOOSEST}
-                near.update(close)
-                passed += [ids for ids, mean in close.items() if mean <= self.judge.rounding and ids not in passed]
-                if len(passed) >= count:
-                    break
-            idle = 0 if len(passed) > before else idle + 1
-            if idle >= TRIES:
-                # only the nearest: others that share its words are nearly as near where a block hardly mixes words
-                left = [ids for ids in near if ids not in passed]
-                if not left:
-                    break
-                passed.append(min(left, key=near.__getitem__))
-        others = sorted((ids for ids in near if ids not in passed), key=near.__getitem__)
-        return [*passed, *others[:SPARE]] or [tuple(some[0] for some in self.words)]
-
-    def _lengths(self) -> list[int]:
-        """Possible lengths: up to a token that ends sentences, where the model has one."""
-        model, words = self.judge.verifier.model, self.words
-        frame = len(model.start) + len(model.end)
-        if not model.end:
-            return list(range(len(words), frame, -1))
-        return [t + 1 for t, some in enumerate(words) if model.end[-1] in some and t + 1 > frame]
-
-    def _pool(self, length: int) -> list[list[int]]:
-        start, end = self.judge.verifier.model.start, self.judge.verifier.model.end
-        pool = [[w for w in some if w not in (*start, *end)] or some for some in self.words[:length]]
-        pool[: len(start)] = [[w] for w in start]
-        if end:
-            pool[length - len(end) :] = [[w] for w in end]
-        return pool
-
-    def _search(self, length: int, passed: Sequence[Ids], idle: int) -> Distances:
-        """Sentences of one length.
-
-        Args:
-            idle: searches before this one that found nothing; words of sentences found before may then occur again.
-        """
-        pool, fresh = self._pool(length), []
-        for position, some in enumerate(pool):
-            used = {ids[position] for ids in passed if position < len(ids)}
-            fresh.append([w for w in some if w not in used] or some)
-        if math.prod(map(len, pool)) <= EXHAUSTIVE:
-            return self._measured([ids for ids in product(*pool) if ids not in passed])
-        drawn = [
-            tuple(some[int(torch.randint(len(some), (), generator=self.rng))] for some in fresh)
-            for _ in range(self.starts)
-        ]
-        return self._descend(drawn, pool if idle else fresh)
-
-    def _measured(self, sentences: Sequence[Ids]) -> Distances:
-        if not sentences:
-            return {}
-        count = self.judge.positions
-        distances = self.judge.distances(sentences)[:, :count]
-        sums, worst = distances.sum(1).tolist(), distances.amax(1).tolist()
-        return {ids: (s / min(len(ids), count), w) for ids, s, w in zip(sentences, sums, worst, strict=True)}
-
-    def _descend(self, sentences: list[Ids], pool: Sequence[Sequence[int]]) -> Distances:
-        """Exchange words of each sentence for better ones, until a whole pass brings no sentence nearer."""
-        best, before = self._measured(sorted(set(sentences))), None
-        moves = [partial(_exchanged, position=i, words=words) for i, words in enumerate(pool) if len(words) > 1]
-        while before != best and not self.deadline.over():
-            before = best
-            for move in [*moves, partial(_swapped, pool=pool)]:
-                made = {ids: move(ids) for ids in best}
-                known = self._measured([other for some in made.values() for other in some]) | best
-                nearest = [min([ids, *some], key=lambda i: known[i][0]) for ids, some in made.items()]
-                best = {ids: known[ids] for ids in nearest}
-                if any(mean <= self.judge.rounding for mean, _ in best.values()):
-                    return best
-        return best
-
-
 def _exchanged(ids: Ids, position: int, words: Sequence[int]) -> list[Ids]:
-    """A sentence with each of the other words in one position."""
     return [(*ids[:position], word, *ids[position + 1 :]) for word in words if word != ids[position]]
 
 
@@ -216,7 +78,7 @@ class dager(SentenceReader):
         if len(model.parts.layers) < 2:
             raise Unreadable("it reads two attention blocks, and the model has one")
         spans = self._span(verifier, 0, self._maps(model, 0), length, rng)
-        search = _SentenceSearch(self, self._judge(verifier, rng), rng, deadline)
+        search = _SentenceSearch(self, verifier, *self._judge(verifier, rng), rng, deadline)
         first = first_inputs(model, verifier.params, torch.tensor([int(model.pad == 0)]), length)
         # whether a word's input depends on its position: not where attention alone turns queries and keys
         placed = bool((first - first[:, :1]).abs().max() > SAME_INPUT * first.abs().max())
@@ -241,8 +103,8 @@ class dager(SentenceReader):
         except Unreadable as why:
             raise Unreadable(f"the gradient of attention block {block + 1} {why}") from why
 
-    def _judge(self, verifier: GuessVerifier, rng: Generator) -> SentenceJudge:
-        """The span that judges sentences: of the second block, else of a classifier's last query."""
+    def _judge(self, verifier: GuessVerifier, rng: Generator) -> tuple[Spans | None, int, int]:
+        """The span that judges sentences, its block and positions: of the second block, else of a classifier's last query."""
         model, length = verifier.model, verifier.known.shape[0]
         last, classifies = len(model.parts.layers) - 1, model.task == "classification"
         choices = [] if classifies and last == 1 else [(1, self._maps(model, 1), length)]
@@ -254,20 +116,54 @@ class dager(SentenceReader):
                 spans = self._span(verifier, block, maps, positions, rng)
                 if isinstance(spans, PartialSpan):
                     raise Unreadable(f"the gradient of attention block {block + 1} spans only a part of its inputs")
-                return SentenceJudge(verifier, spans, block, positions)
+                return spans, block, positions
             except Unreadable as why:
                 reasons.append(why)
         if verifier.known.batch_size > 1 or model.parts.layers[1].query.weight in verifier.update:
             raise reasons[0]  # only one sentence has one word a position
-        return SentenceJudge(verifier, None, 1, length)
+        return None, 1, length
 
 
+@dataclass(frozen=True, eq=False)
 class _SentenceSearch:
-    """The sentences that the words of the first block form, as a later block judges them."""
+    """The sentences that the words of the first block form, judged by the distance of their inputs in a later block.
 
-    def __init__(self, attack: dager, judge: SentenceJudge, rng: Generator, deadline: Deadline) -> None:
-        self.attack, self.judge, self.verifier, self.rng, self.deadline = attack, judge, judge.verifier, rng, deadline
-        self.size = self.verifier.known.batch_size
+    Args:
+        spans: of the true inputs there; None: nothing judges, as a single sentence needs no judge.
+        block: its number, from 0; positions: how many count, from the first on.
+    """
+
+    attack: dager
+    verifier: GuessVerifier
+    spans: Spans | None
+    block: int
+    positions: int
+    rng: Generator
+    deadline: Deadline
+
+    @property
+    def size(self) -> int:
+        return self.verifier.known.batch_size
+
+    @property
+    def rounding(self) -> float:
+        """The relative size of a vector's own rounding, as the spans see it."""
+        eps: float = torch.finfo(next(iter(self.verifier.update.values())).dtype).eps
+        return eps * math.sqrt(self.verifier.model.width) * (self.spans.stretch if self.spans else 1.0)
+
+    def distances(self, sentences: Sequence[Ids]) -> Tensor:
+        """The distances (N, L), zero behind a sentence's end."""
+        model, length = self.verifier.model, self.verifier.known.shape[0]
+        if self.spans is None:
+            return torch.zeros(len(sentences), length)
+        parts = [model.parts.layers[self.block].query.weight]
+        distances = []
+        for first in range(0, len(sentences), CHUNK):
+            some = sentences[first : first + CHUNK]
+            x = framed(some, max(map(len, some)), model.pad)
+            measured = self.spans.distance(layer_inputs(model, self.verifier.params, parts, x)[0]).cpu()
+            distances.append(F.pad(measured * (x != model.pad), (0, length - x.shape[1])))
+        return torch.cat(distances)
 
     def read(self, near: Sequence[Sequence[tuple[float, int]]], worst: float) -> tuple[Batch, float]:
         """The sentences, and the relative error that they leave.
@@ -275,7 +171,7 @@ class _SentenceSearch:
         Args:
             near: each position's words with their distances, the nearest first; worst: the largest distance that counts.
         """
-        rounding, made = self.judge.rounding, list[tuple[Batch, float]]()
+        rounding, made = self.rounding, list[tuple[Batch, float]]()
         # words within a distance midway between rounding and the worst case, then within the worst case
         for limit in (math.sqrt(rounding * worst), worst) if worst > rounding else (worst,):
             close = ([word for distance, word in some if distance <= limit] for some in near)
@@ -289,10 +185,98 @@ class _SentenceSearch:
         return min(made, key=lambda guess: guess[1])
 
     def _encoded(self, words: Sequence[list[int]]) -> tuple[Batch, float]:
-        assembly = SentenceAssembly(self.judge, words, self.attack.starts, self.rng, self.deadline)
-        sets = [self.verifier.framed(some) for some in self._sets(assembly.sentences())]
+        sets = [self.verifier.framed(some) for some in self._sets(self._assembled(words))]
         batch, error = self.verifier.best(next(self.verifier.interpretations(x)) for x in sets)
         return (batch, error) if error <= TOLERANCE else self.verifier.best_labels(batch.x)
+
+    def _assembled(self, words: Sequence[list[int]]) -> list[Ids]:
+        """An encoder's sentences: as many as the batch has, and a few others that came near, the likeliest first.
+
+        In an encoder every word changes every input, and a sentence with one wrong word is nearer than one with two: words are
+        exchanged for those that bring the sentence nearest, until no exchange helps. The words of a sentence that was found
+        leave the pool, unless a position has fewer words than there are sentences.
+
+        Args:
+            words: candidates of each position, the nearest first.
+        """
+        passed: list[Ids] = []  # beyond doubt
+        near: dict[Ids, float] = {}
+        idle = 0
+        while len(passed) < self.size and not self.deadline.over():
+            before = len(passed)
+            for length in self._lengths(words):
+                found = self._search(words[:length], passed, idle)
+                close = {ids: mean for ids, (mean, worst) in found.items() if worst <= LOOSEST}
+                near.update(close)
+                passed += [ids for ids, mean in close.items() if mean <= self.rounding and ids not in passed]
+                if len(passed) >= self.size:
+                    break
+            idle = 0 if len(passed) > before else idle + 1
+            if idle >= TRIES:
+                # only the nearest: others that share its words are nearly as near where a block hardly mixes words
+                left = [ids for ids in near if ids not in passed]
+                if not left:
+                    break
+                passed.append(min(left, key=near.__getitem__))
+        others = sorted((ids for ids in near if ids not in passed), key=near.__getitem__)
+        return [*passed, *others[:SPARE]] or [tuple(some[0] for some in words)]
+
+    def _lengths(self, words: Sequence[list[int]]) -> list[int]:
+        """Possible lengths: up to a token that ends sentences, where the model has one."""
+        model = self.verifier.model
+        frame = len(model.start) + len(model.end)
+        if not model.end:
+            return list(range(len(words), frame, -1))
+        return [t + 1 for t, some in enumerate(words) if model.end[-1] in some and t + 1 > frame]
+
+    def _pool(self, words: Sequence[list[int]]) -> list[list[int]]:
+        start, end = self.verifier.model.start, self.verifier.model.end
+        pool = [[w for w in some if w not in (*start, *end)] or some for some in words]
+        pool[: len(start)] = [[w] for w in start]
+        if end:
+            pool[len(words) - len(end) :] = [[w] for w in end]
+        return pool
+
+    def _search(self, words: Sequence[list[int]], passed: Sequence[Ids], idle: int) -> Distances:
+        """Sentences as long as these words.
+
+        Args:
+            idle: searches before this one that found nothing; words of sentences found before may then occur again.
+        """
+        pool, fresh = self._pool(words), []
+        for position, some in enumerate(pool):
+            used = {ids[position] for ids in passed if position < len(ids)}
+            fresh.append([w for w in some if w not in used] or some)
+        if math.prod(map(len, pool)) <= EXHAUSTIVE:
+            return self._measured([ids for ids in product(*pool) if ids not in passed])
+        drawn = [
+            tuple(some[int(torch.randint(len(some), (), generator=self.rng))] for some in fresh)
+            for _ in range(self.attack.starts)
+        ]
+        return self._descend(drawn, pool if idle else fresh)
+
+    def _measured(self, sentences: Sequence[Ids]) -> Distances:
+        if not sentences:
+            return {}
+        count = self.positions
+        distances = self.distances(sentences)[:, :count]
+        sums, worst = distances.sum(1).tolist(), distances.amax(1).tolist()
+        return {ids: (s / min(len(ids), count), w) for ids, s, w in zip(sentences, sums, worst, strict=True)}
+
+    def _descend(self, sentences: list[Ids], pool: Sequence[Sequence[int]]) -> Distances:
+        """Exchange words of each sentence for better ones, until a whole pass brings no sentence nearer."""
+        best, before = self._measured(sorted(set(sentences))), None
+        moves = [partial(_exchanged, position=i, words=words) for i, words in enumerate(pool) if len(words) > 1]
+        while before != best and not self.deadline.over():
+            before = best
+            for move in [*moves, partial(_swapped, pool=pool)]:
+                made = {ids: move(ids) for ids in best}
+                known = self._measured([other for some in made.values() for other in some]) | best
+                nearest = [min([ids, *some], key=lambda i: known[i][0]) for ids, some in made.items()]
+                best = {ids: known[ids] for ids in nearest}
+                if any(mean <= self.rounding for mean, _ in best.values()):
+                    return best
+        return best
 
     def _sets(self, sentences: Sequence[Ids]) -> Iterator[Sequence[Ids]]:
         """Sets of as many sentences as the batch has; some are repeated where there are too few."""
@@ -304,12 +288,12 @@ class _SentenceSearch:
 
     def _decoded(self, words: Sequence[list[int]]) -> tuple[Batch, float]:
         """Sentences grow word by word while their inputs stay in the span; one that cannot grow lacks only its last word."""
-        threshold = math.inf if self.judge.spans is None else self.judge.spans.threshold
+        threshold = math.inf if self.spans is None else self.spans.threshold
         live: list[Ids] = [()]
         complete: list[Ids] = []
         for position, some in enumerate(words):
             longer = [(*ids, word) for ids in live for word in some]
-            distances = self.judge.distances(longer)[:, position]
+            distances = self.distances(longer)[:, position]
             kept = [i for i in distances.argsort().tolist() if float(distances[i]) <= threshold]
             kept = kept[: self.attack.starts * self.size]
             grown = {longer[i][:-1] for i in kept}

@@ -5,7 +5,7 @@ count, and go through the client's whole chain where the update is more than one
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -29,43 +29,6 @@ FEW = 4  # problems in one pass that forms all gradients together
 TINY = 1e-20
 Kind = Literal["cosine", "squared", "l2_l1"]
 Way = Literal["products", "formed", "chain"]
-
-
-@dataclass(frozen=True)
-class GradientDistance:
-    """A distance between gradients, summed as the papers on text do.
-
-    Args:
-        kind: cosine, the mean over tensors of 1 - cos; squared, the sum of squares; l2_l1, squares plus l1 times magnitudes.
-        visible: entries that are exactly zero in the observed gradient do not count.
-        signed: signs were observed, not values; `kind` then has no effect.
-    """
-
-    kind: Kind = "cosine"
-    l1: float = 0.01
-    visible: bool = False
-    signed: Literal["", "hinge", "tanh"] = ""
-
-    def of_products(self, products: InnerProducts) -> Tensor:
-        """Distances (P,) from the products (P, T) of every tensor."""
-        inner, seen, expected = products
-        if self.kind == "cosine":
-            return (1 - inner / (_root(seen) * _root(expected)).clamp_min(TINY)).mean(1)
-        # not clamped at zero, although rounding may go below: the slope would vanish there
-        return (seen - 2 * inner + expected).sum(1)
-
-    def of(self, seen: Update, expected: Update) -> Tensor:
-        """The distance of one gradient, a scalar; works under vmap."""
-        if self.signed:
-            return signs(self.signed)(seen, expected)
-        if self.visible:
-            expected = {k: torch.where(seen[k] != 0, t, torch.zeros_like(t)) for k, t in expected.items()}
-        if self.kind == "cosine":
-            products = [((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()]
-            return self.of_products(InnerProducts(*(torch.stack(c)[None] for c in zip(*products, strict=True))))[0]
-        apart = [seen[k] - t for k, t in expected.items()]
-        l1 = self.l1 if self.kind == "l2_l1" else 0.0
-        return torch.stack([t.square().sum() + l1 * t.abs().sum() for t in apart]).sum()
 
 
 def _root(square: Tensor) -> Tensor:
@@ -95,6 +58,8 @@ class Matcher:
     The word embeddings' own gradient is left out: a guess consists of embeddings that are no rows of the table.
 
     Args:
+        kind: cosine, the mean over tensors of 1 - cos; squared, the sum of squares; l2_l1, squares plus l1 times magnitudes. It has
+            no effect where signs were observed instead of values.
         keys: count the gradients of keys' biases, which are zero up to rounding, as the published code does.
 
     Attributes:
@@ -109,8 +74,8 @@ class Matcher:
         self.model = language_model(known)
         distribution = known.chain.update_distribution or UpdateDistribution()
         self.known = replace(known, chain=known.chain.visible) if distribution.sparse else known
-        hinge: Literal["hinge", "tanh"] = "hinge" if known.batch_size == 1 else "tanh"
-        self.distance = GradientDistance(kind, l1, distribution.sparse, hinge if distribution.signed else "")
+        self.kind, self.l1 = kind, l1 if kind == "l2_l1" else 0.0
+        self.signed = signs("hinge" if known.batch_size == 1 else "tanh") if distribution.signed else None
         # the noise-free form of an unknown mask shrinks every entry, but the entries that are seen are not shrunk
         self.scale = known.scale * distribution.shrink
         self.params = wave.params
@@ -127,7 +92,7 @@ class Matcher:
     def _way(self) -> Way:
         chain, size = self.known.chain, self.known.batch_size
         others = (link for link in chain.links if not isinstance(link, local_sgd))
-        plain = all(is_identity(noise_free(link)) for link in others) and not self.distance.signed
+        plain = all(is_identity(noise_free(link)) for link in others) and self.signed is None
         whole = chain.parts == 1 and chain.slice_of(size) == size
         if not (
             plain
@@ -136,7 +101,7 @@ class Matcher:
             and is_mean(self.known.loss, self.known.classes, self.known.label_kind)
         ):
             return "chain"
-        return "formed" if self.distance.kind == "l2_l1" else "products"
+        return "formed" if self.kind == "l2_l1" else "products"
 
     def value(self, guess: SentenceGuess) -> Tensor:
         """Distances (P,)."""
@@ -179,8 +144,16 @@ class Matcher:
         parts = gradients(self.model, self.params, x, y, mask, self.known.loss, self.names, differentiable)
         with torch.set_grad_enabled(differentiable):
             if self.way == "products":
-                return self.distance.of_products(self.seen.products(parts, owners))
-            return self.seen.apart(parts, owners, self.distance.l1)
+                return self._of_products(self.seen.products(parts, owners))
+            return self.seen.apart(parts, owners, self.l1)
+
+    def _of_products(self, products: InnerProducts) -> Tensor:
+        """Distances (P,) from the products (P, T) of every tensor."""
+        inner, seen, expected = products
+        if self.kind == "cosine":
+            return (1 - inner / (_root(seen) * _root(expected)).clamp_min(TINY)).mean(1)
+        # not clamped at zero, although rounding may go below: the slope would vanish there
+        return (seen - 2 * inner + expected).sum(1)
 
     def _each(self, function, guess: SentenceGuess):  # type: ignore[no-untyped-def]  # vmap keeps the structure of what it returns
         seen = {name: t[guess.owners] for name, t in self.seen.gradient.items()}
@@ -197,7 +170,16 @@ class Matcher:
         """One problem's distance, computed through the whole chain."""
         packed = torch.cat([x, mask.to(x.dtype)[..., None]], -1)
         update = self._client(self.params, Batch(packed, y), None)
-        return self.distance.of(seen, {name: update[name] / -self.scale for name in self.names})
+        expected = {name: update[name] / -self.scale for name in self.names}
+        if self.signed is not None:
+            return self.signed(seen, expected)
+        if self.seen.visible:
+            expected = {k: torch.where(seen[k] != 0, t, torch.zeros_like(t)) for k, t in expected.items()}
+        if self.kind == "cosine":
+            products = [((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()]
+            return self._of_products(InnerProducts(*(torch.stack(c)[None] for c in zip(*products, strict=True))))[0]
+        apart = [seen[k] - t for k, t in expected.items()]
+        return torch.stack([t.square().sum() + self.l1 * t.abs().sum() for t in apart]).sum()
 
     @cached_property
     def _client(self) -> UpdateFn:

@@ -6,9 +6,8 @@ Balunović et al., "LAMP: Extracting Text from Gradients with Language Model Pri
 Zhu et al., "Deep Leakage from Gradients" (2019), as LAMP's paper compares it.
 """
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -95,7 +94,6 @@ class lamp(Attack):
 
     @property
     def optimizer(self) -> staircase:
-        """The embeddings' optimizer."""
         return staircase(self.rate, decay=self.decay, stride=self.stride)
 
     @property
@@ -109,18 +107,17 @@ class lamp(Attack):
         return self.weights[1] > 0
 
     def layout(self, wave: Wave, known: Knowledge, restarts: int) -> SentenceLayout:
-        """Return the positions of the words of a wave's sentences."""
         matcher = Matcher(wave, known, self.loss, self.l1, keys=self.published)
         return SentenceLayout(matcher, wave, known, restarts, self.published, self.known_tokens)
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        started = time.perf_counter()
+        deadline = Deadline(budget.seconds)
         try:
             layout, prior = self.layout(wave, known, budget.restarts), self._prior(known)
         except ValueError as error:
             return not_applicable(wave, str(error))
         with torch.no_grad():
-            return _BatchDescent(self, layout, prior, streams, budget, started).answers()
+            return _BatchDescent(self, layout, prior, streams, budget, deadline).answers()
 
     def _prior(self, known: Knowledge) -> LanguagePrior | None:
         if self.discrete == "none" or not self.weights[1]:
@@ -128,11 +125,8 @@ class lamp(Attack):
         source, model, device = self.lm_folder or self.lm, language_model(known), next(known.model.parameters()).device
         if source != AUXILIARY:
             return PretrainedPrior(source, model.tokenizer, device)
-        if known.auxiliary is None:
-            remedy = 'set [data] auxiliary, or lm = "gpt2", or lm_weight = 0'
-            raise ValueError(f"there is no auxiliary text on which to train the language model: {remedy}")
         training = LanguageModelTraining(steps=self.lm_steps)
-        return TrainedPrior(known.auxiliary.x, model.pad, model.vocabulary, training, device)
+        return TrainedPrior(known.public.x, model.pad, model.vocabulary, training, device)
 
 
 def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> lamp:
@@ -141,7 +135,7 @@ def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = Fa
     Args:
         known_tokens, published: as for lamp.
     """
-    return _descent("squared", rate, 0.0, known_tokens, published)
+    return replace(tag(rate, 0.0, known_tokens, published), loss="squared")
 
 
 def tag(rate: float = 0.1, l1: float = 0.01, known_tokens: bool = False, published: bool = False) -> lamp:
@@ -151,13 +145,8 @@ def tag(rate: float = 0.1, l1: float = 0.01, known_tokens: bool = False, publish
         l1: weight of the magnitudes.
         known_tokens, published: as for lamp.
     """
-    return _descent("l2_l1", rate, l1, known_tokens, published)
-
-
-def _descent(loss: Kind, rate: float, l1: float, known_tokens: bool, published: bool) -> lamp:
-    """Only matching: no moves, and no weights but the distance's."""
     return lamp(
-        loss, rate, decay=1.0, l1=l1, length=0, lm_weight=0, draws=1, orders=1, discrete="none",
+        "l2_l1", rate, decay=1.0, l1=l1, length=0, lm_weight=0, draws=1, orders=1, discrete="none",
         known_tokens=known_tokens, published=published,
     )  # fmt: skip
 
@@ -177,10 +166,9 @@ class _BatchDescent:
         prior: LanguagePrior | None,
         streams: Streams,
         budget: Budget,
-        started: float,
+        deadline: Deadline,
     ) -> None:
-        self.attack, self.layout, self.prior, self.budget, self.started = attack, layout, prior, budget, started
-        self.deadline = Deadline(started, budget.seconds)
+        self.attack, self.layout, self.prior, self.budget, self.deadline = attack, layout, prior, budget, deadline
         draws = [(stream, r) for stream in streams for r in range(budget.restarts)]
         self.moving = [stream("moves", r) for stream, r in draws]
         self.rows = torch.arange(len(draws), device=layout.table.device)
@@ -192,12 +180,10 @@ class _BatchDescent:
         self.kept = [t.clone() for t in self.variables]
 
     def answers(self) -> list[Reconstruction]:
-        """Each observation's restart with the lowest objective."""
         layout, budget = self.layout, self.budget
         done, interrupted = self.run()
         tokens, objectives = self.chosen()
         ranked = torch.where(objectives.isfinite(), objectives, torch.inf).view(-1, budget.restarts)
-        share = (time.perf_counter() - self.started) / len(ranked)
         status: Status = "out_of_budget" if interrupted else "converged"
         reason = f"{done} of {budget.iterations} iterations in {budget.seconds} s" if interrupted else ""
         answers = []
@@ -205,10 +191,10 @@ class _BatchDescent:
             row, value = k * budget.restarts + best, float(ranked[k, best])
             if value == torch.inf:
                 lost = "the objective is not finite"
-                answers.append(Reconstruction(None, None, float("nan"), done, share, "diverged", lost))
+                answers.append(Reconstruction(None, None, float("nan"), done, 0.0, "diverged", lost))
                 continue
             y = None if layout.labels is None else layout.labels[row].cpu()
-            answers.append(Reconstruction(layout.padded(tokens[row], row), y, value, done, share, status, reason))
+            answers.append(Reconstruction(layout.padded(tokens[row], row), y, value, done, 0.0, status, reason))
         return answers
 
     def run(self) -> tuple[int, bool]:
@@ -284,7 +270,6 @@ class _BatchDescent:
         return self._distance([moved(t) for t in self.variables], self.rows[row].expand(len(order)))
 
     def _step(self, done: int, iterations: int) -> None:
-        """One step of Adam for all problems."""
         layout, x = self.layout, self.variables[0]
         guess = self._guess(self.variables, self.rows)
         value, by_x, by_y = layout.matcher.value_and_slopes(guess)
@@ -311,7 +296,6 @@ class _BatchDescent:
         return weight * apart.square(), slope * counted[..., None]
 
     def _move(self) -> None:
-        """Put each sentence's words in the best of the proposed orders."""
         tokens = self.layout.tokens(*self.variables)
         moved = [*self.variables, *(() if self.attack.published else (t for both in self.moments for t in both))]
         for row in range(len(self.rows)):

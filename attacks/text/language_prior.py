@@ -196,11 +196,8 @@ class PretrainedPrior(LanguagePrior):
         transformers = import_transformers()
         self._own, self._words = load_tokenizer(source), words
         self._shared = self._own.backend.get_vocab() == words.backend.get_vocab()
-        try:
-            settings = {"attn_implementation": "eager", "dtype": torch.float32, "use_safetensors": True}
-            net = place.load(transformers.AutoModelForCausalLM, **settings)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"the language model {source} cannot be loaded: {error}") from error
+        settings = {"attn_implementation": "eager", "dtype": torch.float32, "use_safetensors": True}
+        net = place.load(transformers.AutoModelForCausalLM, **settings)
         longest = int(getattr(net.config, "max_position_embeddings", 1024))
         super().__init__(net.eval().requires_grad_(False).to(device), longest)
         start = net.config.bos_token_id

@@ -5,7 +5,6 @@ features where it is the next word. One small network reads the rows of any word
 the clients' own chain and so adapts to any defense.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +52,7 @@ class learned_rows(Attack):
     trains_first = True
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        clock = Deadline(time.perf_counter(), budget.seconds)
+        clock = Deadline(budget.seconds)
         if known.batch_size != 1:
             reason = f"it reads one sentence per update; in a batch of {known.batch_size} a word's sentence is unknown"
             return not_applicable(wave, reason)
@@ -72,7 +71,6 @@ class learned_rows(Attack):
     def _trained(
         self, shadow: ShadowTrainer, tables: Sequence[str], budget: Budget, clock: Deadline
     ) -> tuple[nn.Module, TrainingRecord]:
-        """The network of a word's scores at each position, from the cache or trained now."""
         name = digest("rows", shadow.key, self, budget)
         features = row_features(tables, {name: t[None] for name, t in shadow.params.items()})[0].shape[2]
         widths = [features, self.hidden, self.hidden, shadow.known.shape[0]]

@@ -5,7 +5,6 @@ vector for every position of every sentence, and one shared layer maps these vec
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -67,7 +66,7 @@ class learning_to_invert_text(Attack):
     trains_first = True
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        clock = Deadline(time.perf_counter(), budget.seconds)
+        clock = Deadline(budget.seconds)
         try:
             model = language_model(known)
             view = UpdateFeatures(False, self.buckets, self.signed)
@@ -83,7 +82,6 @@ class learning_to_invert_text(Attack):
     def _inverter(
         self, shadow: ShadowTrainer, words: Tensor, budget: Budget, clock: Deadline
     ) -> tuple["SentenceNetwork", TrainingRecord]:
-        """The inverter, from the cache or trained now."""
         known, name = shadow.known, digest("text", shadow.key, self, budget)
         widths = [shadow.columns, *[self.hidden] * (self.layers - 1)]
         size = (known.batch_size, known.shape[0], self.width)
@@ -102,7 +100,6 @@ class learning_to_invert_text(Attack):
         return network, load(network, shadow.cache.get(f"inverter-{name}", train))
 
     def _training_knowledge(self, known: Knowledge, model: LanguageModel) -> Knowledge:
-        """The threat model with the sentences to train on as auxiliary data."""
         if not self.pseudo or known.auxiliary is None:
             return known
         made = pseudo_sentences(known.auxiliary, self.pseudo, known.classes, model)
@@ -170,14 +167,13 @@ def matched_nll(logits: Tensor, truth: Tensor) -> Tensor:
 
 def answer_of(logits: Tensor, vocabulary: Tensor, record: TrainingRecord, known: Knowledge, k: int) -> Reconstruction:
     """The likeliest sentences of the k-th update under its logits (B, L, words) of the words of a vocabulary (words,)."""
-    started, model = time.perf_counter(), language_model(known)
+    model = language_model(known)
     if not bool(logits.isfinite().all()):
         return record.answer(None)
     log = logits.new_full((*logits.shape[:2], model.vocabulary), NEVER)
     log[..., vocabulary] = logits.log_softmax(-1)
     given = None if known.text is None else known.text.lengths
-    x = likeliest(log, model, None if given is None else given[k])
-    return record.answer(x, seconds=time.perf_counter() - started)
+    return record.answer(likeliest(log, model, None if given is None else given[k]))
 
 
 def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tensor:

@@ -57,7 +57,6 @@ class SentenceLayout:
         self.frame = self.table[self.ids]
 
     def movable(self, row: int, sentence: int) -> Tensor:
-        """Positions of a sentence's words."""
         return self.free[row, sentence].nonzero().flatten()
 
     def framed(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -128,7 +127,6 @@ def lengths_of(wave: Wave, known: Knowledge) -> Tensor:
 
 
 def _vocabulary(model: LanguageModel) -> Tensor:
-    """Ids of words, without special tokens."""
     special = torch.tensor(sorted(model.special), dtype=torch.int64)
     ids = torch.arange(model.vocabulary)
     return ids[~torch.isin(ids, special) & (ids < model.tokenizer.size)]

@@ -31,7 +31,7 @@ from fedgauge.client.update import Batch
 ROUNDING = 1e-5  # of a head's largest singular value: smaller ones are rounding
 RIDGE = 1e-8  # added to the heads' mean projection: an input outside all of them is this unlikely
 FORMED = 8  # sentences of the best slopes whose updates are computed, one at a time
-BESIDE = 6  # vectors as large as an update beside those of the chosen sentences: two tried ones, the update, residuals, a sum
+BESIDE = 6  # vectors as large as an update, more than the chosen sentences' own: two candidates, the update, residuals, a sum
 MOST_NUMBERS = 2**29  # of the updates of sentences that are held at once: 4 GB
 
 
@@ -165,7 +165,6 @@ class Pursuit:
         return {name: part.view_as(t).to(t) for (name, t), part in parts}
 
     def update_of(self, ids: Ids) -> Tensor:
-        """Return the update of a client with only this sentence, as one vector."""
         if ids in self._updates:
             return self._updates[ids]
         return self._flat(self.verifier.update_of(self.verifier.decoded([ids])))
@@ -218,7 +217,6 @@ class Pursuit:
 
     @property
     def explained(self) -> bool:
-        """Return whether only rounding is left of the update."""
         return float(self.residual.norm()) <= TOLERANCE * float(self.seen.norm())
 
     def choose(self, count: int) -> None:

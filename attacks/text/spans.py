@@ -28,6 +28,7 @@ LOOSEST = 0.2  # above this threshold nearly every vector would pass
 POOL = 8192  # vectors of the dictionary, the nearest to a partial span, among which its missing inputs are sought
 SAMPLE = 1024  # words by which the dictionary is whitened
 RIDGE = 1e-4  # of the mean eigenvalue, in the whitening of the dictionary
+DIRECTIONS = 16  # outside a span, for the cheap test
 GAP = 1e-2  # the largest threshold of a span that has all inputs: others of them may be lost in the same noise
 REWEIGHTINGS = 30  # of the sparse explanation
 EXPLAINED = 0.02  # the part of a vector that remains where chosen ones nearly explain it
@@ -114,9 +115,7 @@ def _vocabulary(model: LanguageModel) -> Tensor:
     return torch.tensor([i for i in range(model.vocabulary) if i != model.pad])
 
 
-def span(
-    parts: Sequence[Tensor], most: int, rng: Generator, through: Tensor | None = None, directions: int = 16
-) -> Span | None:
+def span(parts: Sequence[Tensor], most: int, rng: Generator, through: Tensor | None = None) -> Span | None:
     """The span of the inputs that maps with these gradients (out, d) share; None where they are zero, or lost in noise.
 
     Its rank is that of the gradients at their precision: singular values below rounding, or below those that no input explains,
@@ -135,7 +134,7 @@ def span(
     rank = int((values[:most] > noise).sum())
     if rank == 0:
         return None
-    drawn = torch.randn(len(basis) - rank, directions, generator=rng, dtype=torch.float64)
+    drawn = torch.randn(len(basis) - rank, DIRECTIONS, generator=rng, dtype=torch.float64)
     sketch = (basis[rank:].mT @ drawn).to(parts[0])
     return Span(basis[:rank].to(parts[0].device), min(noise / float(values[rank - 1]), LOOSEST), sketch, through)
 

@@ -138,8 +138,6 @@ def subspace(parts: Sequence[Tensor], most: int, noise: float) -> Subspace | Non
 
 
 class _WordSearch:
-    """Searches one observation's words, given its subspaces."""
-
     def __init__(self, attack: tiger, verifier: GuessVerifier, spaces: Spaces, deadline: Deadline) -> None:
         self.attack, self.verifier, self.model, self.deadline = attack, verifier, verifier.model, deadline
         self.spaces, self.spent = spaces, 0
@@ -225,7 +223,6 @@ class _WordSearch:
 
     @torch.no_grad()
     def value(self, words: Tensor) -> float:
-        """The objective of words (B, L)."""
         return float(self._distance([x[self.mask] for x in self._inputs(words, self.mask)]))
 
     @torch.no_grad()

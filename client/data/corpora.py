@@ -6,22 +6,25 @@ A data set comes with its tokenizer, and a model that was trained with another t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.components import Part, Range
+from fedgauge.client.data.dataset import Dataset, Parts
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data.table_files import read_table
 from fedgauge.client.data_folder import data_folder
+from fedgauge.client.files import reading
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.models.tokenizer import WORDPIECE, Task, Tokenizer, framed, load_tokenizer, offline, wordpiece
 from fedgauge.client.rng import generator
 
 Longer = Literal["cut", "drop"]
 MOST_TESTED = 2000  # pieces; every round evaluates them all
-LEAST_WORDS = 200  # of a vocabulary, which has every letter twice
+Length = Annotated[int, Range("at least 2", lambda n: n >= 2)]
+Vocabulary = Annotated[int, Range("at least 200", lambda n: n >= 200)]  # it has every letter twice
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,41 +65,16 @@ class Corpus(NamedTuple):
     test: Sequence[Row]
 
 
-def phrases(
-    length: int = 16,
-    tokenizer: str = WORDPIECE,
-    tokenizer_folder: Path | None = None,
-    vocabulary: int = 1500,
-    task: Task = "classification",
-    longer: Longer = "cut",
-) -> Text:
-    """4,000 sentences of a small grammar, about private life (class 0) or work (1); no file needed.
-
-    Args:
-        length: tokens of every sentence, with its first and last special token; shorter ones are padded on the right.
-        tokenizer: wordpiece (built from the training sentences), minilm, or a model on Hugging Face's hub.
-        tokenizer_folder: folder of a model, instead of a name.
-        vocabulary: the most words of a wordpiece tokenizer.
-        task: what is learnt: the class of a sentence, or each word from those before it.
-        longer: whether sentences that do not fit are cut before their last special token, or dropped.
-    """
-    found = sentences()
-    cut = len(found) // 5
-    corpus = Corpus(found[cut:], found[:cut])
-    found_text = _text("phrases", corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
-    return replace(found_text, names=("private life", "work") if task == "classification" else ())
-
-
 def csv(
     path: Path,
     text: str = "text",
     label: str = "label",
     classes: Sequence[str] | None = None,
-    test: float = 0.2,
-    length: int = 32,
+    test: Part = 0.2,
+    length: Length = 32,
     tokenizer: str = WORDPIECE,
     tokenizer_folder: Path | None = None,
-    vocabulary: int = 2000,
+    vocabulary: Vocabulary = 2000,
     task: Task = "classification",
     longer: Longer = "cut",
 ) -> Text:
@@ -107,8 +85,13 @@ def csv(
         classes: the names of all classes in order, if a file may lack some; default: those that occur, in alphabetical
             order.
         test: the share of the sentences that no client trains on, above 0 and below 1.
-        length, tokenizer, tokenizer_folder, vocabulary, task, longer: as for phrases. If several parties have their own
-            tables, as deployed clients do, all of them need the same tokenizer: a name or a folder.
+        length: tokens of every sentence, with its first and last special token; shorter ones are padded on the right.
+        tokenizer: wordpiece (built from the training sentences), minilm, or a model on Hugging Face's hub. Parties with tables of
+            their own, as deployed clients, need the same tokenizer: a name or a folder.
+        tokenizer_folder: folder of a model, instead of a name.
+        vocabulary: the most words of a wordpiece tokenizer.
+        task: what is learnt: the class of a sentence, or each word from those before it.
+        longer: whether sentences that do not fit are cut before their last special token, or dropped.
 
     Raises:
         ValueError: the file cannot be read, or holds a single class.
@@ -123,14 +106,14 @@ def csv(
         if classes is None and len(labels) > 1 and len(set(labels)) < 2:
             raise ValueError(f"{path} has sentences of one class only: there is nothing to learn")
     rows = [(row[0], y) for row, y in zip(kept, labels, strict=True)]
-    corpus = _parted(rows, held_out(len(rows), test, path).tolist())
+    corpus = _corpus(rows, held_out(len(rows), test).tolist())
     found = _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
     fitted = ("classes",) if task == "classification" and classes is None else ()
     own = ("tokenizer",) if tokenizer == WORDPIECE and tokenizer_folder is None else ()
     return replace(found, names=names, fitted=(*fitted, *own))
 
 
-def _parted(rows: Sequence[Row], tested: Sequence[bool]) -> Corpus:
+def _corpus(rows: Sequence[Row], tested: Sequence[bool]) -> Corpus:
     return Corpus(*([row for row, t in zip(rows, tested, strict=True) if t == part] for part in (False, True)))
 
 
@@ -157,40 +140,52 @@ def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[
     return [place[v] for v in written]
 
 
-def held_out(count: int, share: float, path: Path) -> Tensor:
-    """Choose the test part by position only, so that no example's content moves another. Never all or none.
-
-    Raises:
-        ValueError: share is not between 0 and 1, or there are fewer than two examples.
-    """
-    if not 0 < share < 1 or count < 2:
-        raise ValueError(f"{path}: test must be between 0 and 1, of at least two examples, got {share:g} of {count}")
+def held_out(count: int, share: float) -> Tensor:
+    """Choose the test part by position only, so that no example's content moves another. Never all or none."""
+    if count < 2:
+        raise ValueError(f"expected at least two examples, one of them for test, got {count}")
     order = torch.randperm(count, generator=generator("test part", count))
     chosen = torch.zeros(count, dtype=torch.bool)
     chosen[order[: min(max(1, round(share * count)), count - 1)]] = True
     return chosen
 
 
+def parted(x: Tensor, y: Tensor, share: float) -> Parts:
+    """Divide examples into those for training and those for test."""
+    tested = held_out(len(x), share)
+    return x[~tested], y[~tested], x[tested], y[tested]
+
+
 def _labelled(
-    name: str, description: str, classes: tuple[str, str], read: Callable[[Path], Corpus], *hub: Any
+    name: str,
+    description: str,
+    classes: tuple[str, str],
+    read: Callable[[], Corpus],
+    tokens: int = 32,
+    words: int = 2000,
 ) -> Callable[..., Text]:
-    """A corpus of two classes as a data set; read reads its local folder, hub are further arguments of _local_or_hub."""
+    """A corpus of two classes as a data set; tokens and words: its defaults for length and vocabulary."""
 
     def dataset(
-        length: int = 32,
+        length: Length = tokens,
         tokenizer: str = WORDPIECE,
         tokenizer_folder: Path | None = None,
-        vocabulary: int = 2000,
+        vocabulary: Vocabulary = words,
         task: Task = "classification",
         longer: Longer = "cut",
     ) -> Text:
-        corpus = _local_or_hub(name, read, *hub)
-        found = _text(name, corpus, 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+        found = _text(name, read(), 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
         return replace(found, names=classes if task == "classification" else ())
 
     dataset.__name__ = dataset.__qualname__ = name  # its name in scenarios
-    dataset.__doc__ = f"{description}.\n\n    Args: as for phrases.\n    "
+    dataset.__doc__ = f"{description}.\n\n    Args: as for csv.\n    "
     return dataset
+
+
+def _made_up() -> Corpus:
+    found = sentences()
+    cut = len(found) // 5
+    return Corpus(found[cut:], found[:cut])
 
 
 def _cola(folder: Path) -> Corpus:
@@ -206,31 +201,37 @@ def _rotten_tomatoes(folder: Path) -> Corpus:
     """The local files have no test part: every tenth review is taken for test."""
     lines = [_lines(folder / f"rt-polarity.{kind}") for kind in ("neg", "pos")]
     both = [(line.strip(), label) for pair in zip(*lines, strict=True) for label, line in enumerate(pair)]
-    return _parted(both, [i % 20 < 2 for i in range(len(both))])
+    return _corpus(both, [i % 20 < 2 for i in range(len(both))])
+
+
+def _stored(name: str, read: Callable[[Path], Corpus], *hub: Any) -> Callable[[], Corpus]:
+    return lambda: _local_or_hub(name, read, *hub)
 
 
 _GLUE, _PARTS = "nyu-mll/glue", ("train", "validation")
-_OPINIONS = ("negative", "positive")
-_JUDGED = ("unacceptable", "acceptable")
+_OPINIONS, _JUDGED = ("negative", "positive"), ("unacceptable", "acceptable")
+_PHRASES = "4,000 sentences of a small grammar, about private life (class 0) or work (1); no file needed"
+phrases = _labelled("phrases", _PHRASES, ("private life", "work"), _made_up, 16, 1500)
 _COLA = "CoLA, whether 8,551 sentences of linguists are acceptable"
-cola = _labelled("cola", _COLA, _JUDGED, _cola, _GLUE, "cola", "sentence", _PARTS)
-sst2 = _labelled("sst2", "SST-2, film reviews for or against", _OPINIONS, _sst2, _GLUE, "sst2", "sentence", _PARTS)
+cola = _labelled("cola", _COLA, _JUDGED, _stored("cola", _cola, _GLUE, "cola", "sentence", _PARTS))
+_SST2 = "SST-2, film reviews for or against"
+sst2 = _labelled("sst2", _SST2, _OPINIONS, _stored("sst2", _sst2, _GLUE, "sst2", "sentence", _PARTS))
 _REVIEWS = ("cornell-movie-review-data/rotten_tomatoes", None, "text", ("train", "test"))
-_TOMATOES = "Rotten Tomatoes, 10,662 film reviews"
-rotten_tomatoes = _labelled("rotten_tomatoes", _TOMATOES, _OPINIONS, _rotten_tomatoes, *_REVIEWS)
+_TOMATOES = _stored("rotten_tomatoes", _rotten_tomatoes, *_REVIEWS)
+rotten_tomatoes = _labelled("rotten_tomatoes", "Rotten Tomatoes, 10,662 film reviews", _OPINIONS, _TOMATOES)
 
 
 def wikitext2(
-    length: int = 16,
+    length: Length = 16,
     tokenizer: str = WORDPIECE,
     tokenizer_folder: Path | None = None,
-    vocabulary: int = 2000,
+    vocabulary: Vocabulary = 2000,
 ) -> Text:
     """WikiText-2 in pieces of exactly length tokens, for next_token.
 
     Headings are left out. Without train.txt, training uses the validation part. The test part is cut to its first pieces.
 
-    Args: as for phrases.
+    Args: as for csv.
     """
 
     def read(folder: Path) -> Corpus:
@@ -260,12 +261,10 @@ def _text(
     words = _tokenizer(corpus, tokenizer, folder, vocabulary)
     start, end = words.frame(task)
     room = length - len(start) - len(end)
-    if room < 1 or length < 2:
-        raise ValueError(f"length = {length} must be at least {max(2, len(start) + len(end) + 1)}")
 
     def numbered(part: Sequence[Row]) -> tuple[Tensor, Tensor]:
         pairs = zip(words.encode_all([sentence for sentence, _ in part]), part, strict=True)
-        kept = [(i, label) for i, (_, label) in pairs if i and (longer == "cut" or len(i) <= room)]
+        kept = [(i, label) for i, (_, label) in pairs if i and room > 0 and (longer == "cut" or len(i) <= room)]
         if not kept:
             raise ValueError(f'{name} has no sentence of {room} tokens or fewer: raise length, or set longer = "cut"')
         x = framed([i for i, _ in kept], length, words.pad, start, end)
@@ -283,16 +282,12 @@ def targets(x: Tensor, pad: int) -> Tensor:
 def _tokenizer(corpus: Corpus, name: str, folder: Path | None, vocabulary: int) -> Tokenizer:
     if folder is not None or name != WORDPIECE:
         return load_tokenizer(folder or name)
-    if vocabulary < LEAST_WORDS:
-        raise ValueError(f"vocabulary must be at least {LEAST_WORDS}, got {vocabulary}")
     return wordpiece([sentence for sentence, _ in corpus.train], vocabulary)
 
 
 def _pieces(lines: Sequence[str], words: Tokenizer, length: int) -> Tensor:
     """Running text cut into pieces (N, length); a shorter last piece is dropped."""
     ids = torch.tensor([i for line in words.encode_all(lines) for i in line], dtype=torch.int64)
-    if not 2 <= length <= len(ids):
-        raise ValueError(f"length must be from 2 to the {len(ids)} tokens of the text, got {length}")
     return ids[: len(ids) // length * length].view(-1, length)
 
 
@@ -320,10 +315,9 @@ def _local_or_hub(
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as text in UTF-8: {error}") from error
+    with reading(path, "text in UTF-8"):
+        text = path.read_text(encoding="utf-8")
+    return text.splitlines()
 
 
 def _table(path: Path, names: Sequence[str]) -> list[Row]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedgauge.client.components import Count, Positive
 from fedgauge.client.data_folder import cached
 from fedgauge.client.label_kinds import check_labels
 from fedgauge.client.models.losses import IGNORED
@@ -20,6 +21,7 @@ from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Batch
 
 Partition = Literal["iid", "dirichlet", "shards"]
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # x, y, x_test, y_test
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +96,10 @@ class Dataset:
             if x.dtype != self.dtype or x.dim() != dimensions or not len(x) or x.shape[1:] != self.shape:
                 raise ValueError(
                     f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {self.dtype}, (N, *{self.shape})"
+                )
+            if x.is_floating_point() and (bad := (~x.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()):
+                raise ValueError(
+                    f"{len(bad)} examples of {name} hold NaN or infinity, the first is {bad[0]}: leave them out"
                 )
             if y.is_floating_point() and len(y) == len(x):
                 check_labels(y, self.classes)
@@ -193,10 +199,10 @@ def split(
     clients: int,
     seed: int,
     partition: Partition = "iid",
-    alpha: float = 0.5,
-    shards_per_client: int = 2,
-    batch_size: int = 1,
-    auxiliary: int = 1000,
+    alpha: Positive = 0.5,
+    shards_per_client: Count = 2,
+    batch_size: Count = 1,
+    auxiliary: Count = 1000,
 ) -> Shards:
     """Split a dataset's training images among clients, with partitioners from flwr-datasets.
 
@@ -217,14 +223,8 @@ def split(
         >>> [len(rows) for rows in split(dataset, clients=2, seed=0, auxiliary=4).indices]
         [3, 3]
     """
-    least_one = {"batch_size": batch_size, "auxiliary": auxiliary, "shards_per_client": shards_per_client}
-    for name, value in {"clients": clients, **least_one}.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
     if dataset.labelled and not dataset.one_class and partition != "iid":
         raise ValueError(f'partition = "{partition}" needs one class an example: use "iid"')
-    if not alpha > 0:
-        raise ValueError(f"alpha must be above 0, got {alpha}")
     total = len(dataset.y)
     if total - auxiliary < clients * batch_size:
         raise ValueError(

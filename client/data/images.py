@@ -1,7 +1,6 @@
 """MNIST, Fashion-MNIST and CIFAR: from the data folder, from a package, or downloaded by torchvision."""
 
 import gzip
-import zlib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data_folder import data_folder, may_download, read_npz
+from fedgauge.client.files import reading
 from fedgauge.client.rng import generator
 
 
@@ -74,12 +74,11 @@ def _idx(name: str, torchvision_name: str, mean: float, std: float) -> Dataset:
 
 def _read_idx(path: Path) -> Tensor:
     """One idx file: a big-endian header of sizes, then bytes."""
-    try:
+    with reading(path, "a gzipped idx file"):
         raw = gzip.decompress(path.read_bytes())
         sizes = np.frombuffer(raw, ">u4", raw[3], offset=4)
-        return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(sizes).copy())
-    except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
-        raise ValueError(f"{path} is not a gzipped idx file; put the published one there: {error}") from error
+        values = np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(sizes).copy()
+    return torch.from_numpy(values)
 
 
 def _cifar(name: str, torchvision_name: str, classes: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Dataset:

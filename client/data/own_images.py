@@ -10,24 +10,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.data.corpora import held_out, numbers
-from fedgauge.client.data.dataset import Dataset
-from fedgauge.client.data_folder import read_npz
+from fedgauge.client.components import Count, Part
+from fedgauge.client.data.corpora import numbers, parted
+from fedgauge.client.data.dataset import Dataset, Parts
+from fedgauge.client.data.own_arrays import count_classes, read_parts
+from fedgauge.client.files import reading
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
-FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow hands others, as EPS, to programs of their own
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow runs programs for others, such as EPS
 Layout = Literal["auto", "NHWC", "NCHW"]
 Statistics = Sequence[float] | None
 
 
 def image_folder(
     path: Path,
-    size: int,
-    test: float = 0.2,
+    size: Count,
+    test: Part = 0.2,
     grey: bool = False,
     mean: Statistics = None,
     std: Statistics = None,
@@ -56,17 +57,17 @@ def image_folder(
         raise ValueError(f"{path}: the sub-folder {min(empty)!r} has no picture ({', '.join(SUFFIXES)})")
     x = _stacked([_picture(file, str(file), size, grey) for *_, file in pictures], path)
     y = torch.tensor(numbers([name for _, name, _ in pictures], names, f"{path}: a sub-folder"), dtype=torch.int64)
-    made = _dataset(path, x, y, None, test, None if classes is None else len(names), mean, std)
+    made = _dataset(path, parted(x, y, test), None if classes is None else len(names), mean, std)
     return replace(made, classes=len(names), names=names)
 
 
 def npz(
     path: Path,
-    test: float = 0.2,
+    test: Part = 0.2,
     layout: Layout = "auto",
     mean: Statistics = None,
     std: Statistics = None,
-    classes: int | None = None,
+    classes: Count | None = None,
 ) -> Dataset:
     """A NumPy archive: x uint8 (N, H, W), (N, H, W, C) or (N, C, H, W), y labels, and x_test, y_test if there are.
 
@@ -79,22 +80,17 @@ def npz(
     Raises:
         ValueError: the arrays are missing, or have another shape or dtype.
     """
-    arrays = read_npz(path)
-    if not {"x", "y"} <= arrays.keys() or ("x_test" in arrays) != ("y_test" in arrays):
-        raise ValueError(f"{path} needs x and y, and both or none of x_test and y_test; it has {', '.join(arrays)}")
-    x, y = _images(arrays["x"], f"{path}: x", layout), _labels(arrays["y"], f"{path}: y")
-    apart = None
-    if "x_test" in arrays:
-        apart = _images(arrays["x_test"], f"{path}: x_test", layout), _labels(arrays["y_test"], f"{path}: y_test")
-    return _dataset(path, x, y, apart, test, classes, mean, std)
+    x, y, x_test, y_test = read_parts(path, test)
+    x, x_test = _images(x, f"{path}: x", layout), _images(x_test, f"{path}: x_test", layout)
+    return _dataset(path, (x, y, x_test, y_test), classes, mean, std)
 
 
 def hugging_face(
     path: Path,
     image: str = "image",
     label: str = "label",
-    size: int | None = None,
-    test: float = 0.2,
+    size: Count | None = None,
+    test: Part = 0.2,
     grey: bool = False,
     mean: Statistics = None,
     std: Statistics = None,
@@ -113,10 +109,8 @@ def hugging_face(
     """
     import datasets
 
-    try:
+    with reading(path, "a dataset of save_to_disk"):
         stored: Any = datasets.load_from_disk(str(path))
-    except Exception as error:  # missing or damaged files of several formats
-        raise ValueError(f"{path} is not a dataset that save_to_disk wrote: {error}") from error
     parts: Mapping[str, Any] = stored if isinstance(stored, datasets.DatasetDict) else {"train": stored}
     used = {name: parts[name] for name in ("train", "test") if name in parts}
     if "train" not in used or any(
@@ -132,24 +126,16 @@ def hugging_face(
         sources = [Path(row["path"]) if row["bytes"] is None else io.BytesIO(row["bytes"]) for row in rows]
         return _stacked([_picture(s, f"{path}: row {i}", size, grey) for i, s in enumerate(sources)], path)
 
-    feature = used["train"].features[label]
-    known = classes if classes is not None else feature.names if isinstance(feature, datasets.ClassLabel) else None
-    labels, names = _numbered(used, label, f"{path}: column {label!r}", tuple(known or ()))
-    x = pictures(used["train"])
-    apart = (pictures(used["test"]), labels["test"]) if "test" in used else None
-    found = _dataset(path, x, labels["train"], apart, test, len(known or ()) or None, mean, std)
-    return replace(found, names=names)
-
-
-def _numbered(
-    parts: Mapping[str, Any], label: str, where: str, declared: tuple[str, ...]
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The labels of each part as numbers, and the classes' names; names that are not declared count in alphabetical order."""
-    written, names = {name: list(part[label]) for name, part in parts.items()}, declared
+    known = tuple(classes or getattr(used["train"].features[label], "names", None) or ())
+    written, names = {part: list(rows[label]) for part, rows in used.items()}, known
     if all(isinstance(v, str) for values in written.values() for v in values):
-        names = declared or tuple(sorted(set().union(*written.values())))
-        written = {part: numbers(values, names, where) for part, values in written.items()}
-    return {name: _labels(np.asarray(values), where) for name, values in written.items()}, names
+        # names that are not declared count in alphabetical order
+        names = known or tuple(sorted(set().union(*written.values())))
+        written = {part: numbers(values, names, f"{path}: column {label!r}") for part, values in written.items()}
+    labels = {part: torch.tensor(values) for part, values in written.items()}
+    x, y = pictures(used["train"]), labels["train"]
+    divided = (x, y, pictures(used["test"]), labels["test"]) if "test" in used else parted(x, y, test)
+    return replace(_dataset(path, divided, len(known) or None, mean, std), names=names)
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
@@ -160,71 +146,49 @@ def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) 
     from PIL import Image, ImageOps
     from torchvision.transforms import functional
 
-    try:
-        with Image.open(source, formats=FORMATS) as opened:
-            upright = ImageOps.exif_transpose(opened).convert("L" if grey else "RGB")
+    with reading(name, "a picture"), Image.open(source, formats=FORMATS) as opened:
+        upright = ImageOps.exif_transpose(opened).convert("L" if grey else "RGB")
         if size is not None:
             upright = functional.center_crop(functional.resize(upright, size), [size, size])
-    except Exception as error:  # broken files raise SyntaxError, OSError, DecompressionBombError and more
-        raise ValueError(f"{name} is not a picture that can be read: {error}") from error
     pixels: Tensor = functional.pil_to_tensor(upright)
     return pixels
 
 
 def _stacked(pictures: Sequence[Tensor], path: Path) -> Tensor:
+    if not pictures:
+        raise ValueError(f"{path} holds no pictures")
     if len(sizes := {tuple(p.shape) for p in pictures}) != 1:
-        raise ValueError(f"{path} needs pictures of one size, or a size to make them; it has {sorted(sizes) or 'none'}")
+        raise ValueError(f"{path} needs pictures of one size, or a size to make them; it has {sorted(sizes)}")
     return torch.stack(list(pictures))
 
 
-def _images(array: np.ndarray, where: str, layout: Layout) -> Tensor:
+def _images(x: Tensor, where: str, layout: Layout) -> Tensor:
     """(N, C, H, W) uint8."""
-    if array.dtype != np.uint8:
-        raise ValueError(f"{where} has dtype {array.dtype}, expected uint8 from 0 to 255")
-    if array.ndim == 3:
-        return torch.from_numpy(array[:, None].copy())
-    places = {"NCHW": 1, "NHWC": 3} if array.ndim == 4 else {}
-    possible = [name for name, axis in places.items() if array.shape[axis] in (1, 3) and layout in ("auto", name)]
+    if x.dtype != torch.uint8:
+        raise ValueError(f"{where} has dtype {x.dtype}, expected uint8 from 0 to 255")
+    if x.dim() == 3:
+        return x[:, None]
+    places = {"NCHW": 1, "NHWC": 3} if x.dim() == 4 else {}
+    possible = [name for name, axis in places.items() if x.shape[axis] in (1, 3) and layout in ("auto", name)]
     if len(possible) != 1:
-        raise ValueError(f'{where} has shape {array.shape}: give a layout, "NHWC" or "NCHW"')
-    return torch.from_numpy(np.ascontiguousarray(array if possible == ["NCHW"] else array.transpose(0, 3, 1, 2)))
+        raise ValueError(f'{where} has examples of shape {tuple(x.shape[1:])}: give a layout, "NHWC" or "NCHW"')
+    return x if possible == ["NCHW"] else x.permute(0, 3, 1, 2).contiguous()
 
 
-def _labels(array: np.ndarray, where: str) -> Tensor:
-    if np.issubdtype(array.dtype, np.floating) and array.ndim in (1, 2):  # findings or numbers
-        return torch.from_numpy(array.astype(np.float32))
-    if not np.issubdtype(array.dtype, np.integer) or array.ndim != 1 or (len(array) and array.min() < 0):
-        raise ValueError(f"{where} has dtype {array.dtype} and shape {array.shape}, expected whole numbers from 0 (N,)")
-    return torch.from_numpy(array.astype(np.int64))
-
-
-def _dataset(
-    path: Path,
-    x: Tensor,
-    y: Tensor,
-    apart: tuple[Tensor, Tensor] | None,
-    share: float,
-    classes: int | None,
-    mean: Statistics,
-    std: Statistics,
-) -> Dataset:
-    """Take a test part from the data if none is given, and compute what else is not given."""
-    if len(x) != len(y):
-        raise ValueError(f"{path} has {len(x)} images and {len(y)} labels")
+def _dataset(path: Path, parts: Parts, classes: int | None, mean: Statistics, std: Statistics) -> Dataset:
+    """Compute what is not given."""
+    x, y, _, y_test = parts
     if classes is None and y.is_floating_point():
-        classes = y.shape[1] if y.dim() == 2 else 1
+        classes = count_classes(y, y_test)
     fitted = tuple(key for key, given in (("mean", mean), ("std", std), ("classes", classes)) if given is None)
     if classes is None and len(y.unique()) < 2:
         raise ValueError(f"{path} has images of one class only: there is nothing to learn, and every label is known")
-    if apart is None:
-        tested = held_out(len(y), share, path)
-        (x, y), apart = (x[~tested], y[~tested]), (x[tested], y[tested])
     # of counts of grey values, which are exact
     counts = [torch.bincount(x[:, c].flatten(), minlength=256).double() / x[:, c].numel() for c in range(x.shape[1])]
     levels = torch.arange(256, dtype=torch.float64) / 255
     means = [float(count @ levels) for count in counts]
     if std is None:
         std = [float((count @ (levels - m).square()).sqrt()) for count, m in zip(counts, means, strict=True)]
-    every = int(torch.cat([y, apart[1]]).max()) + 1 if classes is None else classes
+    every = count_classes(y, y_test) if classes is None else classes
     statistics = tuple(means if mean is None else mean), tuple(std)
-    return Dataset(path.stem or str(path), x, y, *apart, every, *statistics, fitted=fitted)
+    return Dataset(path.stem or str(path), *parts, every, *statistics, fitted=fitted)

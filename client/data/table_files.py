@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedgauge.client.files import reading
+
 EMPTY = ("", "?", "NA", "N/A", "NaN", "nan", "null", "NULL")  # how files write a missing cell
 
 
@@ -32,21 +34,17 @@ def read_table(
     def comment(row: Any) -> str:
         return "skip" if row.text.startswith("|") else "error"
 
-    def read() -> Any:
+    marks = {"delimiter": delimiter, "quote_char": quote, "newlines_in_values": bool(quote)}
+    with reading(path, "a CSV file in UTF-8 or a Parquet file"):
         if path.suffix.lower() in (".parquet", ".pq"):
-            return parquet.read_table(path)
-        marks = {"delimiter": delimiter, "quote_char": quote, "newlines_in_values": bool(quote)}
-        return csv.read_csv(
-            path,
-            csv.ReadOptions(column_names=names, use_threads=False),
-            csv.ParseOptions(invalid_row_handler=comment if names else None, **marks),
-            csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()), null_values=list(EMPTY)),
-        )
-
-    try:
-        table = read()
-    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} is not a CSV file in UTF-8 or a Parquet file that can be read: {error}") from error
+            table = parquet.read_table(path)
+        else:
+            table = csv.read_csv(
+                path,
+                csv.ReadOptions(column_names=names, use_threads=False),
+                csv.ParseOptions(invalid_row_handler=comment if names else None, **marks),
+                csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()), null_values=list(EMPTY)),
+            )
     columns = table.column_names
     if wrong := [name for name in (*needed, *columns) if columns.count(name) != 1]:
         raise ValueError(f"{path} needs one column {wrong[0]!r} (it has: {', '.join(map(repr, columns))})")

@@ -4,7 +4,6 @@ A row is encoded as the network takes it: numbers scaled, categories one-hot. Th
 bounds are declared in [data] columns, or else computed from the training rows by `fitted`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import coerce, settings_of
+from fedgauge.client.components import Part, coerce, settings_of
 from fedgauge.client.data import census as made_up
 from fedgauge.client.data.corpora import held_out, numbers
 from fedgauge.client.data.dataset import Dataset
@@ -44,10 +43,8 @@ class Tabular(Dataset):
 
     def check(self) -> None:
         super().check()
-        if self.x.shape[1] != self.columns.entries or not bool(
-            self.x.isfinite().all() and self.x_test.isfinite().all()
-        ):
-            raise ValueError(f"rows must have {self.columns.entries} finite entries, as the columns say")
+        if self.x.shape[1] != self.columns.entries:
+            raise ValueError(f"rows must have {self.columns.entries} entries, as the columns say")
 
 
 # -------------------------------------------------------------------------------------------------------------- datasets
@@ -56,7 +53,7 @@ class Tabular(Dataset):
 def table(
     path: Path,
     label: str,
-    test: float = 0.2,
+    test: Part = 0.2,
     categorical: Sequence[str] = (),
     drop: Sequence[str] = (),
     columns: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it
@@ -79,6 +76,9 @@ def table(
         missing: keep missing cells as such, or drop rows that have any.
         one_hot: plain entries of 0 and 1, or scaled to mean 0 and variance 1.
         target: whether the label is a class or a number; auto: a number where it has too many different ones for classes.
+
+    Raises:
+        ValueError: a row has no label, or all labels are equal.
     """
     texts = [*categorical, label]
     found = read_table(path, texts, needed=[label, *drop, *categorical, *(columns or ())])
@@ -90,9 +90,9 @@ def table(
     if missing == "drop":
         whole = _whole(features)
         features, labels = {name: column[whole] for name, column in features.items()}, labels[whole]
-    tested = held_out(len(labels), test, path)
+    tested = held_out(len(labels), test)
     if target == "number" or (target == "auto" and classes is None and _are_numbers(labels)):
-        y = torch.tensor([_number(cell, label, path) for cell in labels])
+        y = torch.from_numpy(labels.astype(np.float64)).float()
         agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)
         rows = _parted(path, features, agreed, y, tested, ())
         return replace(rows, classes=1, fitted=("columns",) if columns is None else ())
@@ -209,20 +209,11 @@ def _categories(column: np.ndarray, name: str, path: Path) -> tuple[str, ...]:
 
 def _are_numbers(labels: np.ndarray) -> bool:
     """Return whether a column of labels holds numbers, and too many different ones for classes."""
-    return len(set(labels.tolist())) > min(MOST_CATEGORIES, max(FEW, len(labels) / 2)) and all(map(_is_number, labels))
-
-
-def _is_number(text: str) -> bool:
     try:
-        return math.isfinite(float(text))
+        labels.astype(np.float64)
     except ValueError:
         return False
-
-
-def _number(text: str, label: str, path: Path) -> float:
-    if not _is_number(text):
-        raise ValueError(f"{path}: column {label!r} holds {text!r}, expected a finite number")
-    return float(text)
+    return len(set(labels.tolist())) > min(MOST_CATEGORIES, max(FEW, len(labels) / 2))
 
 
 def _whole(columns: Cells) -> np.ndarray:

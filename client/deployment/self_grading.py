@@ -83,7 +83,7 @@ def grade(
     if exact:
         state.keep_answers(digest, known)
     facts = {"precision": grading.precision, "exact": exact, "refused": refused}
-    state.note("graded", round=round, run=run, told=scores, answered=len(known), **facts)
+    state.note("graded", round=round, run=run, reported=scores, answered=len(known), **facts)
     return GradingAnswer(scores, refused)
 
 

@@ -16,6 +16,7 @@ from fedgauge.client.inspection.weights import embedding_weights, inspect_weight
 from fedgauge.client.transforms import TransformState
 from fedgauge.client.update import Params
 
+WITHHELD = 111  # the error code of an answer that a guard withholds
 MOST_APART = 5  # rounds that can explain a jump: the server says how many have passed
 REASON = "withheld by the client's guard"  # the same for every cause
 Mode = Literal["off", "log", "warn", "refuse"]
@@ -81,6 +82,8 @@ class InspectionPolicy:
         Args:
             rng: as for `inspect`.
         """
+        if self.inspect == "off":
+            return DetectorResults(())
         previous = {k.removeprefix(_WEIGHTS): t for k, t in memory.items() if k.startswith(_WEIGHTS)}
         apart = min(max(round - int(memory.get(_ROUND, 0)), 1), MOST_APART)
         # of another network there is nothing to compare: the fingerprint reports it
@@ -94,6 +97,16 @@ class InspectionPolicy:
             memory.update({_WEIGHTS + k: t.detach().clone() for k, t in params.items()})
             memory[_ROUND] = torch.tensor(round)
         return found
+
+    def withhold(self, results: DetectorResults) -> str:
+        """Return the reasons not to answer, for the owner only; empty if the client may."""
+        return results.reasons if self.inspect == "refuse" else ""
+
+    def report(self, results: DetectorResults, round: int) -> str:
+        """Return the owner's line on a round; empty where the mode keeps quiet."""
+        if results.alarms:
+            return f"round {round}: alarm, suspicion {results.suspicion:.3g}: {results.reasons}"
+        return f"round {round}: suspicion {results.suspicion:.3g}" if self.inspect == "log" else ""
 
 
 FIRST_NETWORK = "architecture"  # key of the first network's fingerprint in a memory

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
+from fedgauge.client.components import Count, Positive
 from fedgauge.client.models.language_parts import ModelParts, with_factors
 from fedgauge.client.models.libraries import import_library
 from fedgauge.client.models.vision import into_buffers
@@ -16,9 +17,9 @@ A, B = "lora_A.default.weight", "lora_B.default.weight"  # the factors' names in
 
 def lora(
     model: nn.Module,
-    rank: int = 16,
+    rank: Count = 16,
     modules: Sequence[str] = ("query", "value"),
-    scale: float = 2.0,
+    scale: Positive = 2.0,
     train: Sequence[str] = (),
 ) -> nn.Module:
     """LoRA (Hu et al., 2022): clients train the factors A and B of W + scale * B A.
@@ -32,17 +33,15 @@ def lora(
         train: names, or ends of names, of modules that clients train whole in addition to the factors, such as the classifier.
 
     Raises:
-        ValueError: a value is out of its range, or peft cannot adapt a layer.
+        ValueError: peft cannot adapt a layer.
     """
-    if rank < 1 or not scale > 0 or not modules:
-        raise ValueError(f"rank must be at least 1, scale above 0 and modules named, got {rank}, {scale} and {modules}")
     peft = import_library("peft", "adapters")
     layers = _matching(dict(model.named_modules()), modules)
     # as GPT-2 stores its weights (in, out)
     transposed = {type(model.get_submodule(name)).__name__ == "Conv1D" for name in layers}
     if len(transposed) > 1:
         raise ValueError("modules: some of these layers store their weights transposed: name layers of one kind")
-    config = peft.LoraConfig(r=rank, lora_alpha=rank * scale, target_modules=layers, fan_in_fan_out=transposed.pop())
+    config = peft.LoraConfig(r=rank, lora_alpha=rank * scale, target_modules=layers, fan_in_fan_out=True in transposed)
     try:
         peft.inject_adapter_in_model(config, model)
     except ValueError as error:  # a kind of layer that it cannot adapt

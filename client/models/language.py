@@ -261,14 +261,11 @@ def _pretrained(
     transformers = import_transformers()
     transformers.utils.logging.set_verbosity_error()  # else it warns that a new head is new
     transformers.utils.logging.disable_progress_bar()
-    try:
-        config = place.load(transformers.AutoConfig, **settings)
-        _silence_dropout(config)
-        config.use_cache = False
-        settings_ = {"config": config, "attn_implementation": "eager", "dtype": torch.float32}
-        net = place.load(getattr(transformers, kind), **settings_, use_safetensors=True)
-    except (OSError, KeyError) as error:
-        raise ValueError(f"{source} cannot be loaded: {error}") from error
+    config = place.load(transformers.AutoConfig, **settings)
+    _silence_dropout(config)
+    config.use_cache = False
+    settings_ = {"config": config, "attn_implementation": "eager", "dtype": torch.float32}
+    net = place.load(getattr(transformers, kind), **settings_, use_safetensors=True)
     model = LanguageModel(net, task, tokenizer, freeze).eval()
     _check_data(task, own, shape, model.positions)
     return model

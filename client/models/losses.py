@@ -63,6 +63,9 @@ class cross_entropy(Criterion):
         weight: of each class, at least 0; the mean is weighted.
         reduction: mean, or sum over the examples.
 
+    Raises:
+        ValueError: a setting is out of its range.
+
     Example:
         >>> cross_entropy()(torch.zeros(1, 4), torch.tensor([2]))  # log 4
         tensor(1.3863)
@@ -305,14 +308,12 @@ def fitted_loss(
     tried: tuple[Tensor, Tensor, Tensor],
     public: Tensor,
     classes: int,
-    otherwise: SpecError | None = None,
 ) -> tuple[Loss, LabelKind]:
     """The loss in the form that takes a network's outputs for a few public examples, and the kind of its labels.
 
     Args:
         tried: the outputs, the labels and the network's inputs.
         public: labels of public examples.
-        otherwise: the error to raise if it takes them in no form.
 
     Raises:
         SpecError: it takes them in no form, or the labels are of another kind than the loss.
@@ -335,9 +336,10 @@ def fitted_loss(
     if label_kind(public, outputs, True) is Mask and outputs.shape[2:] != y.shape[y.dim() - outputs.dim() + 2 :]:
         sizes = (" x ".join(map(str, size)) for size in (outputs.shape[2:], y.shape[y.dim() - outputs.dim() + 2 :]))
         raise SpecError("[model]: the network returns masks of {}, and the labels in [data] have {}".format(*sizes))
-    raise otherwise or SpecError(
+    raise SpecError(
         f"{where}: {table['use']!r} must take the network's outputs {tuple(outputs.shape)} and labels {tuple(y.shape)} of "
         f"{str(y.dtype).removeprefix('torch.')}, and return their finite, differentiable mean: {_said(problem)}"
+        f"{_takes_instead(loss, outputs.detach(), y)}"
     ) from problem
 
 
@@ -387,24 +389,14 @@ def _check_kind(
     raise SpecError(f"{where}: {why}")
 
 
-def build_loss(table: Table, where: str, classes: int) -> Loss:
-    """The loss that a table names, tested on random logits and one class an example.
-
-    Raises:
-        SpecError: as in `named_loss`, or it returns no finite, differentiable scalar.
-    """
-    loss = named_loss(table, where)
-    if is_cross_entropy(loss):
-        return loss
+def takes_logits(loss: Loss, classes: int) -> bool:
+    """Check that a loss takes any logits (B, classes), or those of every token, with one class each."""
     logits, y, _ = _probe(loss, classes)
     try:
         _check_value(loss, logits, y)
-    except Exception as error:  # a user's function may raise anything
-        raise SpecError(
-            f"{where}: {table['use']!r} must take logits (B, classes) of any sign and labels (B,) of int64, and return their "
-            f"finite, differentiable mean: {_said(error)}{_takes_instead(loss, logits.detach(), y)}"
-        ) from error
-    return loss
+    except Exception:  # a user's function may raise anything
+        return False
+    return True
 
 
 def is_cross_entropy(loss: Loss) -> bool:

@@ -4,7 +4,6 @@ Networks of one interface differ: some pool at the last position where they are 
 positions off a mask of other form; some take no embeddings. Which call is right is tried on two short sentences.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +40,7 @@ class NetworkCall:
         if not self.replaced:
             return self._logits(net, {"inputs_embeds": x}, mask, x.dtype)
         ids = torch.where(mask, int(pad == 0), pad)
-        with _standing_in(net, x):
+        with net.get_input_embeddings().register_forward_hook(lambda *_: x):
             return self._logits(net, {"input_ids": ids}, mask, x.dtype)
 
     def _logits(self, net: Any, content: dict[str, Tensor], mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,9 +105,3 @@ def _fits(call: NetworkCall, net: nn.Module, tokenizer: Tokenizer, task: Task, p
 def _same(a: Tensor, b: Tensor) -> bool:
     gap = (a - b).abs().max()
     return bool(gap <= SAME * torch.maximum(a.abs().max(), b.abs().max()))
-
-
-def _standing_in(net: Any, x: Tensor) -> AbstractContextManager[object]:
-    """A context in which the word embeddings return x."""
-    hook: AbstractContextManager[object] = net.get_input_embeddings().register_forward_hook(lambda *_: x)
-    return hook

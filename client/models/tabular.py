@@ -6,27 +6,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fedgauge.client.components import Count
 from fedgauge.client.models.columns import Columns
 from fedgauge.client.models.transformer import Block
-from fedgauge.client.models.vision import mlp, require_positive
+from fedgauge.client.models.vision import mlp
 
 
-def embedding_mlp(columns: Columns, classes: int, dimension: int = 8, hidden: Sequence[int] = (64,)) -> nn.Module:
+def embedding_mlp(columns: Columns, classes: int, dimension: Count = 8, hidden: Sequence[Count] = (64,)) -> nn.Module:
     """Each category has a vector; vectors and scaled numbers go through fully connected layers with ReLU.
 
     Args:
         dimension: of the vectors, at least 1.
         hidden: widths of the layers.
-
-    Raises:
-        ValueError: dimension is below 1.
     """
-    require_positive("dimension", dimension)
     return _EmbeddingMLP(columns, classes, dimension, hidden)
 
 
 def ft_transformer(
-    columns: Columns, classes: int, dimension: int = 32, blocks: int = 2, heads: int = 4, hidden: int = 64
+    columns: Columns, classes: int, dimension: Count = 32, blocks: Count = 2, heads: Count = 4, hidden: Count = 64
 ) -> nn.Module:
     """A small FT-Transformer (Gorishniy et al., NeurIPS 2021): each feature is a token; pre-norm blocks and a class token.
 
@@ -36,12 +33,10 @@ def ft_transformer(
         hidden: width of a block's two layers, with ReLU in place of the paper's ReGLU.
 
     Raises:
-        ValueError: a size is below 1, or dimension is no multiple of heads.
+        ValueError: dimension is no multiple of heads.
     """
-    if blocks < 1 or heads < 1 or dimension < 1 or dimension % heads:
-        raise ValueError(
-            f"dimension ({dimension}) must be a multiple of heads ({heads}); blocks must be at least 1 (got {blocks})"
-        )
+    if dimension % heads:
+        raise ValueError(f"dimension ({dimension}) must be a multiple of heads ({heads})")
     return _FTTransformer(columns, classes, dimension, blocks, heads, hidden)
 
 

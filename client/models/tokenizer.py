@@ -95,8 +95,15 @@ class ModelPlace(NamedTuple):
     local: bool
 
     def load(self, kind: Any, **settings: Any) -> Any:
-        """Load the files by a class of the package transformers; no code among them is run."""
-        return kind.from_pretrained(self.name, local_files_only=self.local, trust_remote_code=False, **settings)
+        """Load the files by a class of the package transformers; no code among them is run.
+
+        Raises:
+            ValueError: they cannot be loaded.
+        """
+        try:
+            return kind.from_pretrained(self.name, local_files_only=self.local, trust_remote_code=False, **settings)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{self.name} cannot be loaded: {error}") from error
 
 
 def model_place(source: str | Path) -> ModelPlace:
@@ -138,11 +145,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     Raises:
         ValueError: it cannot be loaded, or has no padding.
     """
-    place = model_place(source)
-    try:
-        found = place.load(import_library("transformers", "text").AutoTokenizer)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer of {source} cannot be loaded: {error}") from error
+    found = model_place(source).load(import_library("transformers", "text").AutoTokenizer)
     backend = found.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgauge.client.components import Count
+from fedgauge.client.files import reading
+
 Shape = tuple[int, ...]  # (C, H, W)
 Norm = Literal["batch", "group", "none"]
 Activation = Literal["relu", "sigmoid", "tanh"]
@@ -19,7 +22,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmo
 
 
 def mlp(
-    shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (256,), activation: Activation = "relu"
+    shape: tuple[int, ...], classes: int, hidden: Sequence[Count] = (256,), activation: Activation = "relu"
 ) -> nn.Module:
     """Fully connected layers with biases, for images or rows of tables; hidden: their widths.
 
@@ -27,7 +30,6 @@ def mlp(
         >>> sum(p.numel() for p in mlp((1, 28, 28), classes=10, hidden=[200]).parameters())  # 785 * 200 + 201 * 10
         159010
     """
-    require_positive("hidden", min(hidden, default=1))
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
@@ -35,7 +37,7 @@ def mlp(
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
 
 
-def lenet(shape: Shape, classes: int, stride: int = 2) -> nn.Module:
+def lenet(shape: Shape, classes: int, stride: Count = 2) -> nn.Module:
     """The LeNet of DLG (Zhu et al., 2019): sigmoids, all weights and biases uniform in (-0.5, 0.5).
 
     Args:
@@ -45,7 +47,6 @@ def lenet(shape: Shape, classes: int, stride: int = 2) -> nn.Module:
         >>> lenet((1, 28, 28), classes=10).linear.in_features  # 12 channels of 7 x 7
         588
     """
-    require_positive("stride", stride)
     channels, height, width = shape
     flat = 12 * -(-height // stride**2) * -(-width // stride**2)
     model = nn.Sequential(
@@ -65,9 +66,8 @@ def lenet(shape: Shape, classes: int, stride: int = 2) -> nn.Module:
     return model
 
 
-def convnet(shape: Shape, classes: int, width: int = 64, norm: Norm = "batch") -> nn.Module:
+def convnet(shape: Shape, classes: int, width: Count = 64, norm: Norm = "batch") -> nn.Module:
     """The ConvNet of Inverting Gradients: eight 3x3 convolutions, two 3x3 max-pools, one linear layer."""
-    require_positive("width", width)
     channels, height, wide = shape
     _poolable(height, wide, 9)
     pooled = (height // 3 // 3) * (wide // 3 // 3)
@@ -86,19 +86,18 @@ def convnet(shape: Shape, classes: int, width: int = 64, norm: Norm = "batch") -
     return nn.Sequential(layers)
 
 
-def resnet20(shape: Shape, classes: int, width: int = 1, norm: Norm = "batch") -> nn.Module:
+def resnet20(shape: Shape, classes: int, width: Count = 1, norm: Norm = "batch") -> nn.Module:
     """ResNet-20 for small images (He et al., 2016), parameter-free shortcuts; width multiplies 16, 32, 64 channels.
 
     Example:
         >>> sum(p.numel() for p in resnet20((3, 32, 32), classes=10).parameters())  # the paper: 0.27M
         269722
     """
-    require_positive("width", width)
     return _ResNet(shape[0], classes, 16 * width, (3, 3, 3), partial(_ResNetBlock, norm=norm), norm)
 
 
 def resnet(
-    shape: Shape, classes: int, depth: Literal[18, 20, 32, 34, 50] = 18, width: int = 64, norm: Norm = "batch"
+    shape: Shape, classes: int, depth: Literal[18, 20, 32, 34, 50] = 18, width: Count = 64, norm: Norm = "batch"
 ) -> nn.Module:
     """The ResNets of Inverting Gradients for small images: no stride or pool before the stages, 1x1 shortcuts.
 
@@ -107,7 +106,6 @@ def resnet(
         width: channels of the first stage; every further stage has twice as many. ResNet20-4 is depth 20, width 64,
             ResNet32-10 depth 32, width 160.
     """
-    require_positive("width", width)
     blocks = {18: (2, 2, 2, 2), 20: (3, 3, 3), 32: (5, 5, 5), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}[depth]
     kind = _ResNetBottleneck if depth == 50 else partial(_ResNetBlock, project=True)
     model = _ResNet(shape[0], classes, width, blocks, partial(kind, norm=norm), norm)
@@ -261,28 +259,6 @@ def _norm(norm: Norm, channels: int) -> nn.Module:
     return nn.GroupNorm(math.gcd(8, channels), channels) if norm == "group" else nn.Identity()
 
 
-def require_positive(name: str, value: int) -> None:
-    """ValueError unless a number is at least 1."""
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def last_linear(model: nn.Module) -> str:
-    """The name of the classifier: the last nn.Linear of the model.
-
-    Example:
-        >>> last_linear(mlp((1, 28, 28), classes=10))
-        '3'
-
-    Raises:
-        ValueError: there is none.
-    """
-    names: list[str] = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not names:
-        raise ValueError(
-            'the model has no fully connected layer, and label restoration needs one: set labels = "given"'
-        )
-    return names[-1]
 
 
 def layer_parameters(layer: str) -> tuple[str, str]:
@@ -350,11 +326,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: it cannot be read.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with reading(path, f"a file of safetensors (from {Path.cwd()})"):
         stored: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a safetensors file from {Path.cwd()}: {error}") from error
     return stored

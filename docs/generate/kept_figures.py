@@ -52,7 +52,7 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
     about += [" ".join(filter(None, ("figure", f"({low})" if low else "", reference)))] if low or reference else []
     heads = ["attack" if options.get("rows") == "attack" else "setting"]
     heads += [", ".join(column[i] for i in varying) or "here" for column in columns]
-    for head, text in (("n", _n), ("iterations", _iterations), ("baseline", _baseline)):
+    for head, text in (("n", lambda row: str(row["n"])), ("iterations", _iterations), ("baseline", _baseline)):
         shared, by_line = _conditions(head, text, lines)
         if shared is None:
             heads.append(head)
@@ -176,10 +176,6 @@ def _training(line: list[Row]) -> str:
     notes = [row["note"] for row in line if "failed" not in row["note"]]
     accuracies = sorted({int(found[1]) for note in notes if (found := re.search(r"(\d+) ?%", note))})
     return f"{' to '.join(map(str, dict.fromkeys(accuracies[:1] + accuracies[-1:])))} % accuracy" if accuracies else ""
-
-
-def _n(row: Row) -> str:
-    return str(row["n"])
 
 
 def _iterations(row: Row) -> str:

@@ -122,7 +122,7 @@ def _routes() -> list[Route | Mount]:
 # --------------------------------------------------------------------------------------------------------------- views
 
 
-Asked = Mapping[str, Any]  # the query's parameters as text, and those in the address
+Asked = Mapping[str, str]  # the query's parameters as text, and those in the address
 
 
 def _view(make: Callable[[RunSnapshot, Asked], Any]) -> Callable[[Request], Any]:
@@ -191,7 +191,7 @@ async def _page(request: Request) -> Response:
 # ------------------------------------------------------------------------------------------------------------- queries
 
 
-def _query(request: Request) -> dict[str, Any]:
+def _query(request: Request) -> Asked:
     return {key: value for key, value in request.query_params.items() if value != ""} | request.path_params
 
 
@@ -202,7 +202,7 @@ def _number(asked: Asked, key: str) -> int:
 
 
 def _one_of(asked: Asked, key: str, allowed: Sequence[str], default: str = "") -> str:
-    value: str = asked.get(key, default)
+    value = asked.get(key, default)
     if value not in allowed:
         raise HTTPException(400, f"{key} must be one of {', '.join(allowed)}, got {value!r}")
     return value

@@ -7,16 +7,8 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-SETTINGS = (
-    "RAY_AUTH_MODE",
-    "RAY_AUTH_TOKEN",
-    "RAY_AUTH_TOKEN_PATH",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
-    "RAY_USE_TLS",
-    "RAY_TLS_SERVER_CERT",
-    "RAY_TLS_SERVER_KEY",
-    "RAY_TLS_CA_CERT",
-)
+# beginnings of the variables that say how Ray is reached
+SETTINGS = ("RAY_ADDRESS", "RAY_AUTH_", "RAY_ENABLE_WINDOWS", "RAY_USE_TLS", "RAY_TLS_")
 
 
 def ray_access(folder: Path, hosts: Sequence[str] = ()) -> dict[str, str]:

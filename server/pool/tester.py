@@ -75,8 +75,8 @@ def grade(
         of_all = f"{graded} of {every} reconstructions and baselines"
         words = f"graded {of_all} against the examples handed in with --truth ({truth.folder})"
         if tests:
-            told = retest(source, scenario, tests, found)
-            words += f"; {told} of {len(tests)} tests of membership done"
+            done = retest(source, scenario, tests, found)
+            words += f"; {done} of {len(tests)} tests of membership done"
         why = ", ".join(sorted(filter(None, notes))[:3])
         if notes:
             words += f"; not graded ({sum(notes.values())} of {every}): {why}"
@@ -224,15 +224,18 @@ def _others(x: Tensor, names: Collection[bytes]) -> Tensor:
 
 
 def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest], found: Found) -> int:
-    """Do finished tests of membership again, with these examples as the batches; returns how many gave numbers.
+    """Repeat finished membership tests with these examples as the batches.
 
     Args:
-        tests: whole tests, ordered by test, round and client, as tests over rounds build on the rounds before.
+        tests: whole tests, ordered by test, round and client, since tests over rounds build on earlier rounds.
+
+    Returns:
+        How many gave a number.
     """
     ledger, fed = source.ledger, with_examples(source.federation, found)
     planned, memories = ledger.planned(), dict[str, dict[int, ClientState]]()
     auditor = Auditor(FederationSource(fed), scenario.plan.seed)
-    told = 0
+    done = 0
 
     def missing(client: int, round: int) -> list[int]:
         return [
@@ -254,7 +257,7 @@ def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest]
                 here.append((test, seen))
                 continue
             none = ScoreRecord(round, test.client, name, WHOLE_BATCH, MEMBER, None, "not_applicable", 0.0)
-            ledger.retest(test.id, [none], why or "its update is no longer on the tape")
+            ledger.retest(test.id, [none], why or "its update is no longer recorded")
         alike, most = by_weights(here, lambda pair: pair[0].digest), scenario.plan.wave
         remembered = memories.setdefault(name, {})
         for part in (same[i : i + most] for same in alike for i in range(0, len(same), most)):
@@ -262,7 +265,7 @@ def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest]
             wave = Wave.stack([observation for _, observation in part])
             for (test, _), result in zip(part, auditor.audit(planned[name], wave, others, remembered), strict=True):
                 ledger.retest(test.id, result.rows, result.reconstruction.reason)
-                told += result.reconstruction.status == "converged"
+                done += result.reconstruction.status == "converged"
                 if result.memory is not None:
                     remembered[test.client] = result.memory
-    return told
+    return done

@@ -74,11 +74,11 @@ class Worker:
                 else:
                     why = self._why(error)
         result = self._on_cpu(task)
-        told = []
+        explained = []
         for one in result.audited:
             reason = "; ".join(filter(None, (f"attacked on the CPU: {why}", one.reconstruction.reason)))
-            told.append(replace(one, reconstruction=replace(one.reconstruction, reason=reason)))
-        return replace(result, audited=told)
+            explained.append(replace(one, reconstruction=replace(one.reconstruction, reason=reason)))
+        return replace(result, audited=explained)
 
     def _on_cpu(self, task: Task) -> TaskResult:
         if self.device.type == "cuda":  # what is set for a GPU must not refuse operators of the CPU

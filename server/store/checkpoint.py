@@ -25,7 +25,6 @@ from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_tensors
 
-VERSION = 1  # of the format of checkpoint.json
 _NAME = "checkpoint.json"  # names the file of tensors and its digest
 _MOST = 32 << 20  # bytes of it
 _PARAM, _BUFFER, _STATE = "param/", "buffer/", "state/"
@@ -64,7 +63,7 @@ class Checkpoint:
         state = {name: _encoded(value, name, tensors) for name, value in kept.items()}
         name = f"checkpoint-{self.round:05d}.safetensors"
         digest = write_tensors(folder / name, tensors)
-        facts = dict(version=VERSION, round=self.round, tensors=name, digest=digest, strategy=state)
+        facts = dict(round=self.round, tensors=name, digest=digest, strategy=state)
         order = {"params": list(self.params), "buffers": list(self.buffers)}
         seen = [asdict(s) for s in self.seen]
         run_files.write(folder / _NAME, json.dumps({**facts, **order, "seen": seen}).encode())
@@ -99,7 +98,7 @@ class Checkpoint:
 
 
 def mark_not_resumable(folder: Path, reason: str) -> None:
-    run_files.write(folder / _NAME, json.dumps({"version": VERSION, "refused": reason}).encode())
+    run_files.write(folder / _NAME, json.dumps({"refused": reason}).encode())
 
 
 def starting_point(run: Run, ledger: Ledger, scenario: Scenario) -> Checkpoint | None:

@@ -3,12 +3,10 @@
 import fcntl
 import json
 import os
-import re
 import shutil
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,7 +190,7 @@ class Run:
                 except BlockingIOError as error:
                     if attempt == 9:
                         file.seek(0)
-                        raise RunBusy(f"{self.folder}: process {file.read() or '?'} holds its {purpose}") from error
+                        raise RunBusy(f"{self.folder}: process {file.read() or '?'} uses it for {purpose}") from error
                     time.sleep(0.02)
             file.truncate(0)
             file.write(str(os.getpid()))
@@ -203,16 +201,8 @@ class Run:
                 file.truncate(0)
 
     def holder(self, purpose: str) -> int | None:
-        """Return the process with the lock for a purpose, or None.
-
-        Raises:
-            LedgerError: the process has not written its number.
-        """
-        for _ in range(250):
-            if (pid := self._written(purpose)) is None or re.fullmatch(r"[1-9]\d{0,9}", pid):
-                return None if pid is None else int(pid)
-            time.sleep(0.02)  # its number is not written yet
-        raise LedgerError(f"{self.folder}: an unknown process holds its {purpose}")
+        """Return the process with the lock for a purpose; None without one, or before it has written its number."""
+        return int(self._written(purpose) or 0) or None
 
     def at_work(self, purpose: str) -> bool:
         """Check if a process has the lock for a purpose."""
@@ -228,11 +218,6 @@ class Run:
                 return None
             except BlockingIOError:
                 return file.read(11)
-
-    def ask_to_end(self, purpose: str, pid: int) -> None:
-        with suppress(ProcessLookupError):
-            if self.holder(purpose) == pid:
-                os.kill(pid, signal.SIGTERM)
 
     def _lock(self, purpose: str) -> Path:
         return self.folder / f"{purpose}.lock"

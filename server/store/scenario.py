@@ -57,7 +57,7 @@ class AuditOptions(Checked):
 
     Args:
         curious: keep and attack updates; false only trains.
-        executor: ray (worker processes) or local (in the attack service's own process, one wave at a time).
+        executor: ray (worker processes) or local (in the attack service's own process, one batch of updates at a time).
         workers: attack workers on the CPU, at least 1; each uses one core. A Ray cluster has one on each of its cores.
         devices: "auto" (every GPU that torch can use, else the CPU), "cpu", "cuda" (every GPU), or a list of "cpu" and names
             such as "cuda:0"; each GPU has one worker; local uses the first device.
@@ -337,7 +337,7 @@ def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> i
     return sum(len(alike) * sum(len(plan.targets(alike[0], seen, p)) for p in plan.attacks) for alike in kinds.values())
 
 
-def component_of(text: str, option: str) -> dict[str, Any]:
+def component_of(text: str, option: str) -> Table:
     """Parse a component with settings from an option.
 
     Example:
@@ -360,7 +360,7 @@ def _check_control_variates(federation: Federation, strategy: Table, tape: TapeO
     if federation.chain.local.remembers and not (plain and everyone and tape.keep == "all"):
         raise SpecError(
             '[[chain]]: scaffold needs the plain average ("FedAvg") of all clients in every round, and all their updates '
-            "on the tape: remove fraction_train, [stragglers] and [tape] keep"
+            "recorded: remove fraction_train, [stragglers] and [tape] keep"
         )
 
 
@@ -389,7 +389,7 @@ def apply_setting(tables: dict[str, Any], setting: str) -> None:
             here = here[_place(here, key)]
         here[_place(here, last)] = value
     except (TypeError, IndexError) as error:
-        raise SpecError(f"--set {setting}: there is no place {path!r}") from error
+        raise SpecError(f"--set {setting}: the scenario has no {path!r}") from error
 
 
 def _place(here: object, key: str) -> str | int:

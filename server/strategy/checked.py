@@ -4,7 +4,6 @@ A bad reply is dropped, recorded with its reason, and shown. If what was aggrega
 """
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
@@ -20,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedgauge.client.arrays import npy_array, npy_header
-from fedgauge.client.deployment.guard import WITHHELD
+from fedgauge.client.inspection.policy import WITHHELD
 from fedgauge.client.inspection.results import LARGEST
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import seed_of
@@ -221,23 +220,18 @@ class CheckedStrategy(Wrapper):
 
     def _checked(self, received: Sequence[Message]) -> tuple[Passed, dict[int, Participation]]:
         """Each reply by itself: those that pass, ordered by client and as weights, and by client those that do not."""
-        answers = Counter(m.metadata.src_node_id for m in received if not m.has_error())
         passed: Passed = []
         rejected: dict[int, Participation] = {}
         for message in received:
             if message.has_error():
                 continue
-            node = message.metadata.src_node_id
-            client = self._client(node)
+            client = self._client(message.metadata.src_node_id)
             try:
-                if node not in self._asked or answers[node] > 1:  # which one came first is chance, so neither counts
-                    times = f"the client answered {answers[node]} times"
-                    raise ReplyRejected(times if node in self._asked else "the client was not asked in this round")
                 reply = self._check(client, message)
-                message.content = self._as_weights(reply)
             except ReplyRejected as reason:
                 rejected[client] = Participation(client, "rejected", str(reason))
                 continue
+            message.content = self._as_weights(reply)
             passed.append((reply, message))
         return sorted(passed, key=lambda pair: pair[0].client), rejected
 

@@ -56,7 +56,6 @@ class ClientGrader:
     Args:
         clients: client numbers by node id.
         timeout: seconds that clients have to answer, and that the attack service has to finish at the end.
-        grace: seconds that the attack service may be away.
     """
 
     run: Run
@@ -65,7 +64,6 @@ class ClientGrader:
     clients: Mapping[int, int]
     protocol: Protocol
     timeout: float
-    grace: float = field(default_factory=lambda: GRACE)
     # clients that left a question unanswered: waiting for them in every round would delay all others
     _silent: set[int] = field(default_factory=set)
 
@@ -80,7 +78,7 @@ class ClientGrader:
         while self.ledger.progress().waiting and time.monotonic() < deadline:
             if self.run.at_work("audit"):
                 alive = time.monotonic()
-            elif time.monotonic() - alive >= self.grace:
+            elif time.monotonic() - alive >= GRACE:
                 break
             self.ask()
             time.sleep(min(0.5, self.timeout))

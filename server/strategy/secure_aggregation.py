@@ -1,7 +1,6 @@
 """The server's side of a secure sum: the wrapped Flower strategy gets one reply per group of clients."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,10 +11,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.deployment.secure_sum_mod import WEIGHT, read, to_config_record
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum
-from fedgauge.client.inspection.policy import REASON
+from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
 SUMMED = 101  # our error codes: the client's update is part of another reply
@@ -89,9 +87,7 @@ class SecureSumStrategy(Wrapper):
 
     def _collect(self, replies: Iterable[Message]) -> None:
         replies = list(replies)
-        came = [m for m in replies if not m.has_error()]
-        times = Counter(m.metadata.src_node_id for m in came)  # of two under one id, neither counts
-        answers = {m.metadata.src_node_id: _answer(m) for m in came if times[m.metadata.src_node_id] == 1}
+        answers = {m.metadata.src_node_id: _answer(m) for m in replies if not m.has_error()}
         withheld = {m.metadata.src_node_id for m in replies if m.has_error() and m.error.code == WITHHELD}
         for group in self._groups:
             group.withheld |= withheld

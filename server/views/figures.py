@@ -239,7 +239,7 @@ def success_figure(reading: RunSnapshot) -> Figure | None:
     if certified := certified_success(reading, curve):
         notes = [f"at most {percent(v)} of the examples, by any attack on one round" for v in certified]
         series.append(Series("certified (ReRo), one round", "limit", LIMIT, THRESHOLDS, certified, note=notes))
-    x, y = Axis("PSNR of at least (dB)", low=10, high=60), Axis("part of the examples", "fraction", *WHOLE)
+    x, y = Axis("PSNR of at least (dB)", low=10, high=60), Axis("share of examples", "fraction", *WHOLE)
     words = "The share of examples that reach each PSNR. Attempts without an image count as failed."
     return Figure("success", "Success over thresholds", words, x, y, series)
 

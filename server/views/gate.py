@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Literal
 
 from fedgauge.attacks.modality.base import Modality
@@ -103,7 +104,9 @@ def check_thresholds(thresholds: Sequence[Threshold], modality: type[Modality]) 
     known = gate_metrics(modality)
     for threshold in thresholds:
         if threshold.metric not in known:
-            raise SpecError(f"unknown metric {threshold.metric!r} for a gate (there are: {', '.join(known)})")
+            near = get_close_matches(threshold.metric, known)
+            words = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(known)}"
+            raise SpecError(f"unknown metric {threshold.metric!r} for a gate; {words}")
         measured = MEASURED.get(threshold.metric.removeprefix(WORST))
         above = measured is None or measured.higher_is_better
         if above != threshold.above:

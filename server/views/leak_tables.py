@@ -139,8 +139,8 @@ def membership_table(reading: RunSnapshot) -> Table:
         Column("test", "test"),
         KIND,
         Column("n", "members", "count"),
-        Column("mean", "pairs in which the member scores higher", "number", 0, fraction=True),
-        Column("interval", "95 % interval", "interval", 0, fraction=True),
+        Column("mean", "pairs in which the member scores higher", "number", 1, fraction=True),
+        Column("interval", "95 % interval", "interval", 1, fraction=True),
         *(
             Column(f"detected{ending}", f"detected at {100 * rate:g} % false positives", "rate")
             for ending, rate in RATES.items()

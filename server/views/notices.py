@@ -13,7 +13,7 @@ from fedgauge.server.views.outcomes import failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import other_sizes
 from fedgauge.server.views.snapshot import RunSnapshot
 
-ENDED = {"training": "still trains", "failed": "failed", "interrupted": "was interrupted"}
+ENDED = {"training": "is still running", "failed": "failed", "interrupted": "was interrupted"}
 
 
 class Notice(NamedTuple):
@@ -49,9 +49,7 @@ def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
     if not reading.tables.get("audit", {}).get("curious", True):
         yield Notice("The server was not curious: set [audit] curious = true and run again.")
     elif waiting and meta.get("replay") == "mismatch":
-        words = (
-            "the others wait, because the replay check failed: they would invert another computation than the clients'"
-        )
+        words = "the others wait, because the replay check failed: attacks would not invert what the clients computed"
         yield Notice(
             f"{jobs.words}: {words}. After correcting scenario or code (or with --force) check again with:", again
         )

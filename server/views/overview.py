@@ -129,7 +129,7 @@ def overview(reading: RunSnapshot) -> Overview:
         limit=limit(reading),
         privacy=spent_in(reading),
         cards=_cards(reading),
-        participation=participation(reading.observations) or ("Every update came in." if reading.observations else ""),
+        participation=participation(reading.observations) or ("All updates arrived." if reading.observations else ""),
         clients=app_clients_table(reading.ledger),
         replay=reading.meta.get("replay", ""),
         replay_words=reading.meta.get("replay_detail", ""),
@@ -159,9 +159,9 @@ def limit(reading: RunSnapshot) -> str:
         "no attack gets above": found.bound,
         "the attack of the least error": found.reached,
     }
-    told = [f"{name} {decibel(value)} dB" for name, value in values.items() if value is not None]
+    limits = [f"{name} {decibel(value)} dB" for name, value in values.items() if value is not None]
     cards = [f"{LIMIT_NAMES[row['name']]}: {'; '.join(_parts(row))}." for row in drawn]
-    return " ".join([f"Limits of the mean squared error, as PSNRs of that mean: {'; '.join(told)}.", *cards])
+    return " ".join([f"Limits of the mean squared error, as PSNRs of that mean: {'; '.join(limits)}.", *cards])
 
 
 def _parts(row: Any) -> list[str]:

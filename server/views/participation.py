@@ -74,8 +74,8 @@ def participation(observations: Sequence[Row]) -> str:
         f"client {client} {status} in {many(times, 'round')}: {shortened(reason)}"
         for (client, status, reason), times in reasons.most_common()
     ]
-    came = f"{len(observations) - reasons.total()} of {len(observations)} updates came in"
-    return f"{came}; {listed(named, MOST_CLIENTS)}"
+    arrived = f"{len(observations) - reasons.total()} of {len(observations)} updates arrived"
+    return f"{arrived}; {listed(named, MOST_CLIENTS)}"
 
 
 def first_alarm(seen: Sequence[Row]) -> str:

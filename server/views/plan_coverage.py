@@ -58,7 +58,7 @@ class PlanCoverage:
             found.append(f"{len(self.missed_rounds)} of {self.rounds} planned rounds were {never}: {named}")
         return "; ".join(found)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return all numbers and the sentence for page and JSON log."""
         return {
             "updates": self.updates,

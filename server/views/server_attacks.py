@@ -60,8 +60,12 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
     answer = "message" if scenario.protocol.secure_sum is None else "sum"
     counts = f"{len(alarms & altered)} of {many(len(altered), f'altered {answer}')}"
     words = [f"guards alarmed at {counts} and {len(alarms & honest)} of {len(honest)} honest ones"]
-    told = [o["suspicion"] for o in seen if o["suspicion"] is not None and (o["round"], o["client"]) in altered]
-    words += [f"suspicion {min(told):.3g} to {max(told):.3g} at the altered ones (alarm above 1)"] if told else []
+    suspicions = [o["suspicion"] for o in seen if o["suspicion"] is not None and (o["round"], o["client"]) in altered]
+    words += (
+        [f"suspicion {min(suspicions):.3g} to {max(suspicions):.3g} at the altered ones (alarm above 1)"]
+        if suspicions
+        else []
+    )
     return "; ".join(filter(None, (*words, first_alarm(seen))))
 
 

@@ -310,7 +310,7 @@ def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
 
 def _nothing_to_judge(reading: RunSnapshot) -> str:
     scores, planned = reading.scores, reading.ledger.planned()
-    if not any(is_attack(name) and not attack.tests_membership for name, attack in planned.items()):
+    if not any(is_attack(name) and attack.reconstructs for name, attack in planned.items()):
         return "no attack that reconstructs was planned"
     if reading.meta.get("replay") == "mismatch":
         return "the replay check failed"

@@ -31,7 +31,7 @@ def main(
     for name in names:
         started = time.monotonic()
         result = record(name, benchmarks[name](), time.monotonic() - started)
-        keep(result, results)
+        (results / f"{name}.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
         print(
             f"{name} ({result['seconds']:.0f} s)",
             *("  ".join(filter(None, cells(f))) for f in result["figures"]),
@@ -39,32 +39,6 @@ def main(
         )
         missed |= any(figure["met"] is False for figure in result["figures"])
     return int(missed)
-
-
-def keep(result: Mapping[str, Any], folder: Path) -> None:
-    """Write results/<name>.json, and the README with all results."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{result['benchmark']}.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-    stored = [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"), key=lambda path: path.name)]
-    (folder / "README.md").write_text(readme(stored))
-
-
-def readme(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return all saved figures as Markdown tables."""
-    lines = [
-        "# Benchmark results",
-        "",
-        "Written by `python -m fedgauge.simulations.benchmarks` (`make bench`); versions and settings in full in the JSON files.",
-    ]
-    for result in results:
-        machine, packages = result["environment"], result["environment"]["packages"]
-        versions = ", ".join(f"{p} {packages[p]}" for p in ("torch", "flwr") if p in packages)
-        lines += ["", f"## {result['benchmark']}", ""]
-        lines += [f"{result['date']}, {machine['cores']} x {machine['processor']}, {versions}.", ""]
-        lines += [f"- {key}: {value}" for key, value in result["settings"].items()]
-        lines += ["", "| figure | value | unit | target | met | note |", "|---|---:|---|---|---|---|"]
-        lines += ["| " + " | ".join(cells(figure)) + " |" for figure in result["figures"]]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

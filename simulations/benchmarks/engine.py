@@ -25,7 +25,8 @@ from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, 
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 from fedgauge.simulations.benchmarks.published import invert
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved, one_thread
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved
+from fedgauge.simulations.run.environment import one_thread
 
 RATE = 0.1  # of the client's local steps
 TV = 0.1

@@ -23,8 +23,9 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.server.tap import tap
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, one_thread
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure
 from fedgauge.simulations.run.create import new_run
+from fedgauge.simulations.run.environment import one_thread
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 WIDE: Table = {"use": "mlp", "hidden": [3000, 2900]}  # 11.1 M parameters on a digit

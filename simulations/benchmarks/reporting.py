@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fedgauge.simulations.run.environment import environment
-from fedgauge.simulations.run.environment import one_thread as one_thread
 
 
 @dataclass(frozen=True)

@@ -90,14 +90,14 @@ def history(owner: OwnerConfig) -> Iterator[CheckResult]:
     exact = [(max(values), name, event) for event in graded for name, values in event["exact"].items() if values]
     if worst := GRADED.leakiest((each for each in exact if is_attack(each[1])), lambda each: each[0]):
         value, name, event = worst
-        told = max(event["told"].get(name, ()), default=None)
-        reported = "not reported" if told is None else f"reported to the server as {told:g}"
+        highest = max(event["reported"].get(name, ()), default=None)
+        reported = "not reported" if highest is None else f"reported to the server as {highest:g}"
         words = f"{value:.2f} {GRADED.unit} {GRADED.name} ({name}, round {event['round']}; {reported})"
         yield CheckResult("worst leak", False, False, _line(words))
     else:
         yield CheckResult("worst leak", None, False, "unknown, as nothing was graded; that is no sign of safety")
     if (statement := privacy(owner)) is not None:
-        answers = len({(event["run"], event["round"], name) for event in graded for name in event["told"]})
+        answers = len({(event["run"], event["round"], name) for event in graded for name in event["reported"]})
         beyond = f"; not the {answers} scores, which also depend on the examples" if answers else ""
         yield CheckResult("privacy", None, False, f"{statement.words}{beyond}")
 

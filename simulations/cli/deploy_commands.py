@@ -130,7 +130,7 @@ def down(options: argparse.Namespace) -> int:
     if (holder := Run(deployment.folder).holder("up")) is not None:
         tell(f"asking process {holder} to end: it parks its attacks first, then ends every process it started")
     left = end(deployment)
-    if Run(deployment.folder).holder("up") is not None:
+    if Run(deployment.folder).at_work("up"):
         tell(f"{deployment.folder} is still finishing its attacks in flight")
         return FAILED
     print(f"{deployment.folder}: down" + (f"; {len(left)} processes had been left behind" if left else ""))

@@ -1,7 +1,10 @@
 """`fedgauge runs`, `stop` and `prune`: list runs, end one, delete what is old."""
 
 import argparse
+import os
+import signal
 import time
+from contextlib import suppress
 
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
@@ -57,7 +60,8 @@ def stop(options: argparse.Namespace) -> int:
     if not holders:
         print(printable(f"{run.name}: nothing is at work"))
         return 0
-    run.ask_to_end(*next(iter(holders.items())))  # a driver that still trains parks the audit itself
+    with suppress(ProcessLookupError):
+        os.kill(next(iter(holders.values())), signal.SIGTERM)  # a driver that still trains parks the audit itself
     deadline = time.monotonic() + options.patience
     while any(run.at_work(purpose) for purpose in ("training", "audit")):
         if time.monotonic() > deadline:

@@ -99,4 +99,4 @@ def _grading(ledger: Ledger) -> str:
         return grading or ""
     allow = '; an owner may allow it: mode = "scores" under [grading] in client.toml (all: fedgauge deploy init --grading scores)'
     refused = any(row["reason"] == NOT_ALLOWED for row in ledger.graded())
-    return f"grading: {grading}{allow if refused else ''}; labels are graded by no client"
+    return f"grading: {grading}{allow if refused else ''}; no client grades labels"

@@ -1,10 +1,11 @@
 """Starts a deployment on this machine without containers, follows its run, and ends it."""
 
 import json
+import os
 import shlex
 import signal
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 
 from rich.console import Console
 
@@ -122,19 +123,16 @@ def _why(local: LocalDeployment, ledger: Ledger, status: int) -> str:
     return local.blame("start", f"exit status {status}")
 
 
-def down(deployment: Deployment, patience: float = 60.0) -> list[int]:
+def down(deployment: Deployment) -> list[int]:
     """Ask a local start to end, then end processes that it left behind; returns their ids.
 
-    Args:
-        patience: seconds to wait; after that, a start that still finishes its attacks continues.
-
-    Raises:
-        LedgerError: the process that the lock names does not hold it.
+    A start that finishes its attacks for more than a minute continues.
     """
-    lock, deadline = Run(deployment.folder), time.monotonic() + patience
+    lock, deadline = Run(deployment.folder), time.monotonic() + 60.0
     if (holder := lock.holder("up")) is not None:
-        lock.ask_to_end("up", holder)
-    while lock.holder("up") is not None:
+        with suppress(ProcessLookupError):
+            os.kill(holder, signal.SIGTERM)
+    while lock.at_work("up"):
         if time.monotonic() > deadline:
             return []
         time.sleep(0.2)

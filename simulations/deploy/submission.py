@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import tomli_w
@@ -53,10 +53,10 @@ def write_home(scratch: Path, link: Mapping[str, object]) -> None:
 class Submission:
     """A Flower run: the app of a scratch folder, submitted to the SuperLink and logged until it ends."""
 
-    def __init__(self, scratch: Path, log: Path, env: Mapping[str, str], more: Sequence[str] = ()) -> None:
+    def __init__(self, scratch: Path, log: Path, env: Mapping[str, str]) -> None:
         self._log, self._env, self._since = log, env, log.stat().st_size
         settings = ["--run-config", str(scratch / "run-config.toml")]
-        command = ["flwr", "run", str(scratch / "app"), "fedgauge", "--stream", *settings, *more]
+        command = ["flwr", "run", str(scratch / "app"), "fedgauge", "--stream", *settings]
         self.process = processes.start(command, log, env)
 
     def stop(self) -> None:

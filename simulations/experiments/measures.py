@@ -75,9 +75,9 @@ class AttackOutcome:
 
     @property
     def examples(self) -> int:
-        """The number of attacked images or sentences."""
+        """The number of attacked images or sentences; of what is measured of whole batches only, that of batches."""
         single = self.scores.where(self.scores.example != WHOLE_BATCH)
-        return len(np.unique(single.example_keys()))
+        return len(np.unique((single if len(single) else self.scores).example_keys()))
 
 
 Interval = tuple[float | None, float | None, float | None]  # value, low, high

@@ -27,7 +27,7 @@ def reproduce_table(paper_table: PaperTable, output: Path | None, jobs: int) -> 
     with console.status(f"{paper_table.name}: {total} attacks"):
         for found in reproduce(paper_table, {(row.cell, row.attack) for row in rows}, jobs):
             rows += found
-            if file is not None:  # after every attack: an interruption loses no more than those at work
+            if file is not None:  # after every attack: an interruption loses only running ones
                 file.write(rows)
             done = len({(row.cell, row.attack) for row in rows})
             figures = ", ".join(f"{row.metric} {number(row.here, None)}" for row in found)

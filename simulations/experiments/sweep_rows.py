@@ -157,7 +157,14 @@ def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
     leaks = [leak for leak in further_leaks() if any(r.metric == leak for r in found)]
     compared = any(r.gap is not None or r.bound is not None for r in found)
     heads = ["defense", "strongest attack", f"{by.name}, {by.unit} (interval)", "baseline", "limit"]
-    heads += [*(["bound", "gap"] if compared else []), *asked.values(), *leaks, "epsilon", "accuracy", "cost"]
+    heads += [
+        *(["bound", "gap"] if compared else []),
+        *asked.values(),
+        *(MEASURED[leak].label for leak in leaks),
+        "epsilon",
+        "accuracy",
+        "cost",
+    ]
     names = list(dict.fromkeys(row.defense for row in found))
     first = _over_seeds([row for row in found if row.defense == [*defenses, *names][0]], "accuracy")
     lines = []
@@ -190,7 +197,8 @@ def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
 def summary_as_markdown(found: Sequence[SweepRow], defenses: Sequence[str]) -> str:
     """The summary; all columns but those of text and of membership are to the right."""
     table = summary(found, defenses)
-    worded = {"defense", "strongest attack", *(words.where for words in QUESTIONS.values()), *further_leaks()}
+    leaks = [MEASURED[leak].label for leak in further_leaks()]
+    worded = {"defense", "strongest attack", *(words.where for words in QUESTIONS.values()), *leaks}
     heads = [column.head for column in table.columns]
     return markdown(table, [head for head in heads if head not in worded and "(interval)" not in head])
 

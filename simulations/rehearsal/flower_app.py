@@ -51,7 +51,7 @@ class FlowerApp:
         try:
             table = tomllib.loads(path.read_text())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"{path} is not readable TOML ({error}): name the folder of a Flower app") from error
+            raise SpecError(f"{path} cannot be read ({error}): name the folder of a Flower app") from error
         app = table.get("tool", {}).get("flwr", {}).get("app", {})
         parts = app.get("components", {}) if isinstance(app, dict) else {}
         for part in ("serverapp", "clientapp"):

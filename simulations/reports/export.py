@@ -11,8 +11,8 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.files import writing
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.privacy import Spending
+from fedgauge.server.views.snapshot import read_once
 from fedgauge.server.views.tables import Cell
 
 OF_SCORES = ("round", "client", "attack", "example", "metric", "value", "status", "seconds", "knowledge")
@@ -24,12 +24,11 @@ def rows(run: Run) -> Iterator[list[Cell]]:
 
     Epsilon is the client's loss for one record by the end of the round; None if unknown.
     """
-    with run.ledger() as ledger:
+    with read_once(run) as reading:
         spending: Spending | None = None
         with suppress(SpecError):
-            replies = ((o["round"], o["client"]) for o in ledger.observations() if may_have_sent(o, ledger.deployed))
-            spending = Spending(run.scenario(), ledger, replies)
-        for row in ledger.scores():
+            spending = Spending(reading.scenario, reading.ledger, reading.answered)
+        for row in reading.ledger.scores():
             epsilon = None if spending is None else spending.record(row["client"], row["round"])
             delta = None if spending is None or epsilon is None else spending.delta
             yield [run.name, *(row[key] for key in OF_SCORES), epsilon, delta]

@@ -1,43 +1,36 @@
 """Figures for papers: each plot of a run as PNG and SVG, one column wide, drawn with Matplotlib in the page's colours."""
 
-import base64
-import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from textwrap import fill
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, MultipleLocator, PercentFormatter
-from PIL import Image
 
 from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.client.files import replacing
 from fedgauge.server.dashboard import STATIC
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views import figures as views
 from fedgauge.server.views.compare import named_readings, utility_figure
-from fedgauge.server.views.gallery import Gallery, sampled
 from fedgauge.server.views.roles import is_baseline
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 
 WIDTH, HEIGHT = 3.3, 2.1  # inches: a column of most two-column papers; axes with their labels
 LETTERS = 30  # of an axis' label in a line
-EXAMPLES = 6  # in a gallery
 SCALE = 0.55  # points of a line in print for each pixel on the page
 # the page's own colours on a white ground
 THEME = dict(re.findall(r"--([\w-]+): (#\w{6})", (STATIC / "style.css").read_text().partition("@media")[0]))
-INK, MUTED, PURPLE = THEME["ink"], THEME["muted"], THEME["limit"]
+INK, MUTED = THEME["ink"], THEME["muted"]
 SYMBOLS = {
     "circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P", "star": "*", "triangle-down": "v",
     "line-ew": "_",
@@ -58,24 +51,6 @@ STYLE: dict[Any, Any] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class PaperFigure:
-    """Figure with its file name and a description for its metadata."""
-
-    name: str
-    figure: Figure
-    about: str
-
-    def rendered(self, kind: Literal["png", "svg"]) -> bytes:
-        """Render a file without date and program, so that equal ledgers give equal bytes."""
-        metadata = {"Title": self.name, "Description": self.about}
-        unnamed = {"Software": None} if kind == "png" else {"Date": None}
-        data = io.BytesIO()
-        with own_style():
-            self.figure.savefig(data, format=kind, metadata={**metadata, **unnamed})
-        return data.getvalue()
-
-
 @contextmanager
 def own_style() -> Iterator[None]:
     """Draw in the style of fedgauge, whatever the user's style."""
@@ -91,37 +66,35 @@ def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[s
     Returns:
         The paths, and the reasons for missing figures. Several runs have a folder each.
     """
-    drawn, missing = dict[Path, PaperFigure](), []
+    written, missing = list[Path](), list[str]()
     with ExitStack() as stack, own_style():
         distinct = {run.folder.absolute(): run for run in runs}
         named = named_readings([stack.enter_context(read_once(run)) for run in distinct.values()])
         for name, reading in named.items():
             if not len(reading.scores):
                 missing.append(f"{reading.run.name}: no attack has a score yet, so there is nothing to draw")
-            drawn |= {(folder / name if len(named) > 1 else folder) / f.name: f for f in run_figures(reading)}
+                continue
+            place, about = folder / name if len(named) > 1 else folder, f"{reading.run.name}. {_knowledge(reading)}"
+            others = views.success_figure(reading), views.membership_figure(reading)
+            for spec in filter(None, (*views.rounds_figures(reading), *others)):
+                written += _save(draw(spec), place / spec.name, about)
         if len(named) > 1:
             about = ". ".join(f"{i}: {r.run.name}. {_knowledge(r)}" for i, r in enumerate(named.values(), 1))
             specs = [spec for metric in MEASURED if (spec := utility_figure(named, metric)) is not None]
             compared = [spec for spec in specs if sum(bool(series.label) for series in spec.series) > 1]
-            drawn |= {folder / spec.name: PaperFigure(spec.name, draw(spec), about) for spec in compared}
+            for spec in compared:
+                written += _save(draw(spec), folder / spec.name, about)
             if not compared:
                 missing.append("the runs are not compared: fewer than two have both accuracy and leakage")
-        files = {Path(f"{path}.{kind}"): f.rendered(kind) for path, f in drawn.items() for kind in ("png", "svg")}
-    for path, data in files.items():
-        write_bytes(path, data)
-    return list(files), missing
+    return written, missing
 
 
-def run_figures(reading: RunSnapshot) -> Iterator[PaperFigure]:
-    """Draw every figure of a run with a score."""
-    if not len(reading.scores):
-        return
-    others = views.success_figure(reading), views.membership_figure(reading)
-    about = f"{reading.run.name}. {_knowledge(reading)}"
-    for spec in filter(None, (*views.rounds_figures(reading), *others)):
-        yield PaperFigure(spec.name, draw(spec), about)
-    if (strip := gallery_figure(Gallery(reading))) is not None:
-        yield PaperFigure("gallery", strip, about)
+def _save(figure: Figure, path: Path, about: str) -> Iterator[Path]:
+    """Write a figure without date and program, so that equal ledgers give equal bytes."""
+    for kind, unnamed in (("png", "Software"), ("svg", "Date")):
+        with replacing(file := Path(f"{path}.{kind}")) as out:
+            figure.savefig(out, format=kind, metadata={"Title": path.name, "Description": about, unnamed: None})
+        yield file
 
 
 def _knowledge(reading: RunSnapshot) -> str:
@@ -191,38 +164,3 @@ def _set_axis(axes: Axes, which: str, spec: views.Axis) -> None:
     if spec.kind == "round":
         axis.set_major_locator(MaxNLocator(integer=True))
     getattr(axes, f"set_{which}lim")(spec.low, spec.high)
-
-
-def gallery_figure(gallery: Gallery) -> Figure | None:
-    """Draw true images above their reconstructions and scores; None without true images."""
-    found = [gallery.card(*place) for place in sampled(gallery.attacked(), EXAMPLES)]
-    cards = [card for card in found if card.truth is not None]
-    if not cards:
-        return None
-    shown = {tile.attack for card in cards for tile in card.tiles}
-    attacks, side = [attack for attack in gallery.attacks if attack in shown], WIDTH / EXAMPLES
-    figure = Figure((side * len(cards), 1.6 * side * (1 + len(attacks))))
-    columns = figure.subplots(1 + len(attacks), len(cards), squeeze=False, gridspec_kw={"hspace": 0.6}).T
-    for card, column in zip(cards, columns, strict=True):
-        _draw_tile(column[0], card.truth, f"label {card.label}", f"round {card.round}\nclient {card.client}")
-        tiles = {tile.attack: tile for tile in card.tiles}
-        for attack, axes in zip(attacks, column[1:], strict=True):
-            own = tiles.get(attack)
-            note = own.note.removesuffix(" dB") if own and own.image else "no\nimage" if own else "not\nattacked"
-            _draw_tile(axes, own.image if own else None, note)
-    for name, axes in zip(["truth", *(f"{a}, PSNR (dB)" for a in attacks)], columns[0], strict=True):
-        axes.annotate(name, (0, 1.04), xycoords="axes fraction", size=7, weight="bold")
-    return figure
-
-
-def _draw_tile(axes: Axes, uri: str | None, note: str, title: str = "") -> None:
-    """Draw a gallery picture, which is a PNG in a data URI, with a note below it."""
-    axes.grid(False)
-    axes.set(xticks=[], yticks=[])
-    axes.set_title(title, size=7, pad=12)
-    if uri is None:
-        axes.text(0.5, 0.5, note, ha="center", va="center", size=7, color=MUTED, transform=axes.transAxes)
-        return
-    axes.set_xlabel(note, size=7, labelpad=1)
-    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1]))))
-    axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from fedgauge.client.files import writing
@@ -31,7 +30,7 @@ def gate_lines(results: Sequence[GateResult]) -> list[str]:
     return [printable(f"gate: {r.outcome}: fails if {r.threshold}; {r}") for r in results]
 
 
-def gate_tables(results: Sequence[GateResult]) -> list[dict[str, Any]]:
+def gate_tables(results: Sequence[GateResult]) -> list[dict[str, object]]:
     """Convert the results to plain data; an infinite value is null."""
     return [
         {**asdict(r.threshold), **asdict(r.measurement), "value": finite(r.measurement.value), "outcome": r.outcome}

@@ -68,7 +68,7 @@ def _shown(value: object) -> object:
     return run_files.printable(value.encode(errors="replace").decode()) if type(value) is str else value
 
 
-def _content(reading: RunSnapshot) -> dict[str, Any]:
+def _content(reading: RunSnapshot) -> Mapping[str, object]:
     """Return the values of the template: the live page's, and a sample of examples."""
     gallery = Gallery(reading)
     page, cards = overview(reading), [gallery.card(*place) for place in sample_of(gallery)]

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -115,8 +114,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         )
     with run.lock("training"), run.ledger() as ledger:
         if ledger.deployed and mode != DEPLOYMENT:
-            command = restart_command(run, ledger)
-            raise NotResumable(f"{run.folder} is a deployment's run and no simulation; continue with: {command}")
+            raise NotResumable(f"{run.folder} is no simulation: what began it continues it (fedgauge deploy up)")
         scenario = run.scenario()
         if run.model.exists():
             waiting = ledger.progress().waiting
@@ -128,16 +126,6 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
             least = 1 if ledger.deployed else None  # as the server builds it
             build_strategy(scenario.strategy, scenario.protocol.clients, least)
     return scenario
-
-
-def restart_command(run: Run, ledger: Ledger) -> str:
-    """The command that begins a run again which never got to its first round; for a deployment, the one that continues it."""
-    if not ledger.deployed:
-        return "fedgauge run"
-    folder = run.folder.absolute().parent.parent
-    if not (folder / "keys").exists():  # our strategy in a user's own server app
-        return "the server that began it"
-    return f"fedgauge deploy up {shlex.quote(str(folder))} --local"
 
 
 def _same_versions(run: Run) -> None:

@@ -4,8 +4,7 @@ from collections.abc import Collection
 
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.outcomes import failure, inapplicable, none_accepted
-from fedgauge.server.views.plan_coverage import plan_coverage
-from fedgauge.server.views.snapshot import state_of, tables_of
+from fedgauge.server.views.snapshot import read_once
 
 FAILED, MISTAKE, INAPPLICABLE, INCOMPLETE = 1, 2, 3, 4
 INTERRUPTED = 130  # asked to stop, by the shells' convention
@@ -18,13 +17,12 @@ def exit_status(run: Run, attacks: Collection[str] | None = None, force: bool = 
         attacks: judge only these; default: the whole plan.
         force: whether the attacks were carried out although the replay check failed.
     """
-    with run.ledger() as ledger:
-        if ledger.meta().get("replay") == "mismatch" and not force:
+    with read_once(run) as reading:
+        ledger = reading.ledger
+        if reading.meta.get("replay") == "mismatch" and not force:
             return FAILED
         if failure(ledger, attacks) or none_accepted(ledger):
             return FAILED
         if inapplicable(ledger, attacks):
             return INAPPLICABLE
-        whole_plan = attacks is None
-        training = state_of(run, ledger) == "training"
-        return INCOMPLETE if whole_plan and plan_coverage(ledger, tables_of(run), training).words else 0
+        return INCOMPLETE if attacks is None and reading.plan_coverage.words else 0

@@ -117,7 +117,7 @@ def child_environment(scratch: Path, mark: str) -> dict[str, str]:
     It is this process's, with a mark by which children are found, Ray's files in the scratch folder, and the data folder.
     """
     # an address would break Flower's own ray.init; how Ray is reached is decided for each child anew
-    env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", *SETTINGS)}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS)}
     data = data_folder()
     env |= {processes.MARK: mark, "RAY_TMPDIR": str(scratch / "ray"), **_SETTINGS, **paths_from_here()}
     # Flower's programs are next to Python's

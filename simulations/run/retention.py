@@ -32,7 +32,6 @@ def prune(run: Run, days: float, now: float) -> int:
         with run.ledger() as ledger:
             for round in {o["round"] for o in ledger.observations() if o["digest"]}:
                 ledger.mark_deleted(round)
-            ledger.set_meta(pruned="yes")
         for path in files:
             run_files.delete(path)
     return len(files)

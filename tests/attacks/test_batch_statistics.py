@@ -57,7 +57,7 @@ def true_statistics(fed: Federation, one: Observation, batch: Batch) -> dict[str
     return found
 
 
-def test_returned_buffers_tell_a_batchs_statistics(scenario: Scenario, seen: list[Observation]) -> None:
+def test_returned_buffers_reveal_a_batchs_statistics(scenario: Scenario, seen: list[Observation]) -> None:
     fed = scenario.federation
     bare = public_knowledge(fed)
     parts = waves_known_alike(fed.model, fed.chain, 3, Wave.stack([o for o in seen if o.round == 2]))

@@ -14,7 +14,7 @@ from torch.func import vmap
 from fedgauge.attacks import candidate_bound as bounds
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.candidate_bound import bayes_error, candidate_bound
-from fedgauge.attacks.gaussian_prior import ClassPrior, GaussianPrior, class_priors
+from fedgauge.attacks.gaussian_prior import ClassPrior, class_priors
 from fedgauge.attacks.grading.baselines import class_mean_image, mean_image, random_image
 from fedgauge.attacks.limits import bayes_limit, observed
 from fedgauge.client.chain import chain
@@ -26,7 +26,7 @@ from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian, laplace
 from fedgauge.defenses.sign import sign
-from tests.theory.gaussian_world import van_trees
+from tests.theory.gaussian_world import gaussian_of, van_trees
 
 World = Callable[[int, Generator], Batch]
 LINKS = {
@@ -170,7 +170,7 @@ def test_the_error_of_two_candidates_behind_a_sign_is_a_coins(
 
 def test_the_gaussian_estimate_is_no_bound_for_two_images() -> None:
     """So it is not called a bound: of +1 or -1 in noise .5 the best linear guess has .2, and the best guess far less."""
-    line = van_trees(torch.tensor([[4.0]]).double(), GaussianPrior.of(torch.zeros(1), torch.ones(1, 1)))
+    line = van_trees(torch.tensor([[4.0]]).double(), gaussian_of(torch.zeros(1), torch.ones(1, 1)))
     assert line == pytest.approx(0.2)
     assert two_point_error(scipy.stats.norm.pdf, 2.0) < line / 2
 
@@ -211,6 +211,6 @@ def test_each_class_adds_the_error_of_its_own_prior() -> None:
     model = mlp((1, 2, 2), 2, hidden=(3,), activation="tanh").double()
     auxiliary = Batch(torch.rand(40, 1, 2, 2, generator=generator("x")).double(), torch.arange(40) % 2)
     known = Knowledge(model, LINKS["normal"](1e6), (1, 2, 2), 2, 3, (0.0,), (1.0,), auxiliary=auxiliary)
-    narrow, wide = (GaussianPrior.of(torch.zeros(4), torch.eye(4) * v) for v in (0.01, 0.05))
+    narrow, wide = (gaussian_of(torch.zeros(4), torch.eye(4) * v) for v in (0.01, 0.05))
     priors = [ClassPrior(torch.tensor([0]), 0.25, narrow), ClassPrior(torch.tensor([1]), 0.75, wide)]
     assert bayes_limit(known, detached_params(model), priors, generator("sum")) == pytest.approx(0.04)

@@ -33,7 +33,7 @@ from fedgauge.client.update import Batch, Params, Update
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian, laplace
-from tests.theory.gaussian_world import van_trees
+from tests.theory.gaussian_world import gaussian_of, van_trees
 
 
 def seeded(*purpose: int | str) -> Generator:
@@ -58,7 +58,7 @@ def pixels(x: Tensor) -> Batch:
 def world() -> tuple[Tensor, GaussianPrior]:
     """A (7, 5) and a prior over its five inputs with correlations."""
     root = normal(5, 5, seed=1)
-    return normal(7, 5), GaussianPrior.of(normal(5, seed=2), root @ root.T / 5 + 0.1 * torch.eye(5))
+    return normal(7, 5), gaussian_of(normal(5, seed=2), root @ root.T / 5 + 0.1 * torch.eye(5))
 
 
 def of_linear(a: Tensor, sigma: float) -> Tensor:
@@ -68,7 +68,7 @@ def of_linear(a: Tensor, sigma: float) -> Tensor:
 
 
 def test_one_number_on_paper() -> None:
-    prior = GaussianPrior.of(torch.zeros(1), torch.full((1, 1), 0.5))
+    prior = gaussian_of(torch.zeros(1), torch.full((1, 1), 0.5))
     weigh = precision(UpdateDistribution(sigma=2.0))
     information = fisher(lambda p, b, r: {"w": 3 * b.x.flatten()}, {}, pixels(torch.ones(1).double()), weigh)
     assert information.item() == pytest.approx(9 / 4)

@@ -38,7 +38,7 @@ def test_a_long_shape_in_the_second_version_is_read() -> None:
 @pytest.mark.parametrize(
     "array", [np.array([{}]), np.array(["word"]), np.zeros(2, "i4,f4"), np.array(["2026"], "M8[Y]")]
 )
-def test_what_is_not_an_array_of_numbers_is_refused(array: object) -> None:
+def test_arrays_that_are_not_numeric_are_refused(array: object) -> None:
     with pytest.raises(ValueError, match="expected|claims"):
         npy_array(_saved(array))
 

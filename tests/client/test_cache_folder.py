@@ -20,7 +20,7 @@ def folder_of(home: Path, **more: str) -> Path:
     return Path(done.stdout.strip())
 
 
-def test_it_lies_in_the_cache_folder_and_is_the_users_alone(tmp_path: Path) -> None:
+def test_it_is_in_the_cache_folder_and_readable_only_by_the_user(tmp_path: Path) -> None:
     found = folder_of(tmp_path)
     assert found == tmp_path / ".cache" / "fedgauge" / "compiled" and found.stat().st_mode & 0o777 == 0o700
     assert folder_of(tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "mine")) == tmp_path / "mine"

@@ -105,6 +105,6 @@ FITTING = [SGD, CLIP, SILENT]
         (FITTING, [2]),
     ],
 )
-def test_what_makes_no_sense_is_refused(chain: list[Table], canaries: Any) -> None:
+def test_invalid_settings_are_refused(chain: list[Table], canaries: Any) -> None:
     with pytest.raises(SpecError, match=r"\[canaries\]"):
         federation(chain, canaries)

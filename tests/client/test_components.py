@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import ComponentKind, SpecError, build, call, check_arguments, coerce, resolve
+from fedgauge.client.components import (
+    ComponentKind,
+    Count,
+    Fraction,
+    NotNegative,
+    SpecError,
+    build,
+    call,
+    check_arguments,
+    coerce,
+    resolve,
+)
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
@@ -21,7 +32,7 @@ KINDS = {"dataset": DATASET, "model": MODEL, "loss": LOSS, "transform": TRANSFOR
     ("kind", "names"),
     [
         # of another kind, nowhere, or no component of its module
-        ("model", ["mnist5k", "vgg", "last_linear", "nn.Module", "_Block", "_ResNet.forward", None, 3, ""]),
+        ("model", ["mnist5k", "vgg", "layer_parameters", "nn.Module", "_Block", "_ResNet.forward", None, 3, ""]),
         ("dataset", ["os", "os.system", "data_folder"]),
         ("transform", ["lenet", "..clip", "clip.apply", " clip", "Link", "per_example", "chain", "_Noise"]),
         ("attack", ["Attack", "psnr", "GradientMatching"]),  # the engine; its recipes are components
@@ -55,8 +66,8 @@ def test_a_misspelt_name_gets_the_nearest(kind: str, misspelt: str, meant: str |
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"max_nrom": 1.0}, "clip() has no argument 'max_nrom' (it has: max_norm, each)"),
-        ({}, "clip() needs the argument 'max_norm'"),
+        ({"max_nrom": 1.0}, "unknown key 'max_nrom' (it has: max_norm, each)"),
+        ({}, "needs the key 'max_norm'"),
         ({"max_norm": "1"}, "max_norm must be a number, got '1'"),
         ({"max_norm": True}, "max_norm"),
         ({"max_norm": [1.0]}, "max_norm"),
@@ -81,10 +92,10 @@ def test_a_whole_number_serves_as_a_number() -> None:
 def component(model: object, shape: Sequence[int], a: int, b: str = "x", classes: int = 2) -> None: ...
 
 
-def test_what_is_offered_is_given_to_those_who_ask_and_to_nobody_else() -> None:
+def test_offered_values_reach_only_components_that_request_them() -> None:
     offered = {"model": "M", "shape": (1, 2), "classes": 10}
     assert check_arguments(component, {"a": 1}, "here", offered) == {"a": 1, "model": "M", "shape": (1, 2)}
-    with pytest.raises(SpecError, match=r"component\(\) has no argument 'model' \(it has: a, b, classes\)"):
+    with pytest.raises(SpecError, match=r"unknown key 'model' \(it has: a, b, classes\)"):
         check_arguments(component, {"a": 1, "model": "mine"}, "here", offered)
     assert check_arguments(component, {"a": 1, "classes": 3}, "here", offered)["classes"] == 3, (
         "its own: it has a default"
@@ -111,6 +122,8 @@ def test_what_is_offered_is_given_to_those_who_ask_and_to_nobody_else() -> None:
         ({"a": 1}, dict, {"a": 1}),
         ({"use": "x", "n": 1}, Mapping[str, Any], {"use": "x", "n": 1}),
         ({"a": 1}, Mapping[str, float], {"a": 1.0}),
+        (2, Count | None, 2),
+        (None, Count | None, None),
     ],
 )
 def test_values_that_fit(value: Any, hint: Any, result: Any) -> None:
@@ -136,6 +149,10 @@ def test_values_that_fit(value: Any, hint: Any, result: Any) -> None:
         ([], dict, "a table"),
         ({"a": "b"}, Mapping[str, int], "an integer"),
         ("f", Callable[[int], int], ""),
+        (0, Count, "at least 1"),
+        (-0.1, NotNegative | None, "at least 0"),
+        ([2, 0], Sequence[Count], "at least 1"),
+        ((0.9, 1.0), tuple[Fraction, Fraction], "at least 0 and below 1"),
     ],
 )
 def test_values_that_do_not_fit(value: Any, hint: Any, wanted: str) -> None:
@@ -148,7 +165,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
-HINTS = [int, float, str, bool, dict, int | None, Sequence[int], tuple[float, ...], Literal["a", "b"]]
+HINTS = [Count, int, float, str, bool, dict, int | None, Sequence[int], tuple[float, ...], Literal["a", "b"]]
 
 
 @given(value=JSON, hint=st.sampled_from(HINTS))
@@ -162,7 +179,9 @@ def test_any_value_fits_or_is_refused(value: Any, hint: Any) -> None:
     if message:
         assert message.startswith("here")
         return
-    plain = {Sequence[int]: tuple, tuple[float, ...]: tuple, Literal["a", "b"]: str, int | None: int}.get(hint, hint)
+    plain = {Count: int, Sequence[int]: tuple, tuple[float, ...]: tuple, Literal["a", "b"]: str, int | None: int}.get(
+        hint, hint
+    )
     assert found is None or type(found) is plain
     assert found == (tuple(value) if isinstance(value, list) else value)
 

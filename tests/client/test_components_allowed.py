@@ -93,7 +93,7 @@ def test_names_that_no_flag_could_allow_get_no_such_advice(use: str) -> None:
 
 
 @pytest.mark.parametrize("use", ["mynets:small", "mynets:Net", "mynets:annotated"])
-def test_what_is_allowed_is_built_with_what_it_asks_for(own: Path, use: str) -> None:
+def test_allowed_components_are_built_with_the_arguments_they_request(own: Path, use: str) -> None:
     with allowing(["mynets"], [own]):
         model = build({"use": use}, "[model]", MODEL, OFFERED)
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
@@ -119,7 +119,7 @@ def test_what_is_allowed_is_built_with_what_it_asks_for(own: Path, use: str) -> 
         ),
     ],
 )
-def test_what_is_no_component_or_fails_is_named(own: Path, use: str, arguments: dict[str, Any], name: str) -> None:
+def test_failing_and_foreign_entry_points_are_named(own: Path, use: str, arguments: dict[str, Any], name: str) -> None:
     with allowing(["mynets"], [own]):
         assert build({"use": "mynets:Net", "scale": 2}, "[model]", MODEL, OFFERED).scale == 2.0
         with pytest.raises(SpecError, match=rf"^\[model\]: .*{name}"):

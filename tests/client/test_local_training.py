@@ -10,7 +10,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from fedgauge.client.chain import chain
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, call_checked
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import LocalTraining, local_sgd, local_training
@@ -125,7 +125,7 @@ def test_a_gradient_of_zero_leaves_adam_differentiable() -> None:
     assert moved["w"].tolist() == [0.0, 0.0]
 
 
-def test_what_is_plain_sgd_is_local_sgd() -> None:
+def test_plain_sgd_equals_local_sgd() -> None:
     assert local_training(0.1, 8, epochs=2, batch_size=4) == local_sgd(0.1, 4, 4)
     assert local_training(0.1, 8, epochs=3, batch_size=32, shuffle=True) == local_sgd(0.1, 3)
     assert local_training(0.1, 8, momentum=0.9, schedule="cosine") == local_sgd(0.1), "a first step"
@@ -160,8 +160,8 @@ def test_a_shuffled_epoch_has_every_example_once_in_an_order_of_the_clients_own(
     ],
 )
 def test_local_training_refuses(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        local_training(0.1, 4, **arguments)
+    with pytest.raises(SpecError, match=message):
+        call_checked(local_training, {"rate": 0.1, **arguments}, "[[chain]] #1", {"examples": 4})
 
 
 def test_no_epsilon_is_claimed_where_none_holds() -> None:

@@ -94,7 +94,7 @@ def test_every_component_is_registered() -> None:
     assert not missing, "\n".join(missing)
 
 
-def test_a_name_stands_for_one_component_of_a_kind() -> None:
+def test_a_name_refers_to_one_component_of_a_kind() -> None:
     for kind in kinds():
         named: dict[str, set[str]] = {}
         for entry in kind.entries():

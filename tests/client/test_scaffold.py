@@ -221,6 +221,8 @@ def test_exact_attacks_read_every_round_or_say_why_not(trained: tuple[Scenario, 
     ],
     ids=str,
 )
-def test_what_is_no_scaffold_is_refused(changed: dict[str, Any], make_scenario: Callable[..., Scenario]) -> None:
+def test_settings_that_break_scaffold_are_refused(
+    changed: dict[str, Any], make_scenario: Callable[..., Scenario]
+) -> None:
     with pytest.raises(SpecError, match="scaffold|follows from"):
         make_scenario(chain=[SCAFFOLD], **changed)

@@ -121,7 +121,7 @@ def test_a_policy_is_written_as_in_the_paper_or_as_numbers(policy: Any, policies
 
 
 @pytest.mark.parametrize("shape", [(2, 32, 32), (16,)])
-def test_what_is_no_image_is_refused(shape: tuple[int, ...]) -> None:
+def test_files_that_are_not_images_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="shape"):
         ats("7", shape)
 

@@ -133,7 +133,7 @@ def same(a: Update, b: Update) -> bool:
 @pytest.mark.product
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_names_shapes_and_types_stay(name: str, dtype: torch.dtype) -> None:
+def test_names_shapes_and_types_are_kept(name: str, dtype: torch.dtype) -> None:
     params, batch = {k: p.to(dtype) for k, p in PARAMS.items()}, Batch(BATCH.x.to(dtype), BATCH.y)
     link = make(name)
     if name in OF_UPDATES:
@@ -145,7 +145,7 @@ def test_names_shapes_and_types_stay(name: str, dtype: torch.dtype) -> None:
 
 
 @every
-def test_it_does_what_it_is_for(name: str) -> None:
+def test_the_example_does_its_task(name: str) -> None:
     assert same(make(name)(BARE)(PARAMS, BATCH, seeded()), BARE(PARAMS, BATCH, None)) == (name == "identity")
 
 
@@ -186,7 +186,7 @@ def sizes(dtype: torch.dtype) -> list[float]:
 
 @of_updates
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_what_is_finite_stays_finite(name: str, dtype: torch.dtype) -> None:
+def test_finite_inputs_give_finite_outputs(name: str, dtype: torch.dtype) -> None:
     """From the smallest number to the largest: a gradient's size is the weights' choice, and noise does not hide infinity."""
     link = make(name)
     for a, b in itertools.combinations_with_replacement(sizes(dtype), 2):

@@ -36,7 +36,7 @@ def update_of(fed: Federation, round: int = 1) -> Update:
         (["0.weight", "1.0"], {"0.weight", "1.0.weight", "1.0.bias"}),
     ],
 )
-def test_what_is_named_is_zero_and_the_rest_as_it_was(layers: list[str], zeros: set[str]) -> None:
+def test_named_layers_are_zero_and_the_others_unchanged(layers: list[str], zeros: set[str]) -> None:
     update = {k: torch.rand(p.shape) + 1 for k, p in detached_params(MODEL).items()}
     found = freeze(MODEL, layers).apply(update, None)
     for name, t in found.items():

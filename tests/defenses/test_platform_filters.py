@@ -12,6 +12,8 @@ from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.supercore.differential_privacy import add_localdp_gaussian_noise_to_params
 from torch import Tensor
 
+from fedgauge.client.components import SpecError, build
+from fedgauge.client.federation import TRANSFORM
 from fedgauge.client.rng import generator
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.platform_filters import _first_accepted, local_dp, percentile_privacy, svt_privacy
@@ -90,8 +92,8 @@ def test_without_replacement_the_sparse_vector_sends_its_whole_part() -> None:
     + [{"epsilon_query": 0.05, "epsilon_threshold": 0.01}, {"epsilon_release": 0.0}],
 )
 def test_a_version_and_its_epsilons_are_checked(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        svt_privacy(**settings)
+    with pytest.raises(SpecError, match=next(iter(settings))):
+        build({"use": "svt_privacy", **settings}, "[[chain]] #1", TRANSFORM)
 
 
 @pytest.mark.parametrize("missing", [-3.0, -0.2, 0.0, 0.4, 2.0, 1e4])

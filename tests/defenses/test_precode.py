@@ -13,13 +13,15 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
+from fedgauge.client.components import SpecError, call_checked
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer, gradient
 from fedgauge.client.local_training import local_sgd
-from fedgauge.client.models.vision import detached_params, last_linear, lenet, mlp
+from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.precode import precode
@@ -108,13 +110,13 @@ def test_the_rest_of_the_model_and_the_one_handed_in_stay() -> None:
     defended = precode(plain, latent=8)
     assert detached_params(plain).keys() == kept.keys()
     found = detached_params(defended)
-    assert last_linear(defended) == "linear.layer"
+    assert classifier(defended, (1, 28, 28)) == "linear.layer"
     assert all(torch.equal(found[k.replace("linear.", "linear.layer.")], t) for k, t in kept.items())
     assert found["linear.bottleneck.encoder.weight"].shape == (16, 588)
     assert found["linear.bottleneck.decoder.weight"].shape == (588, 8)
 
 
-def test_it_stands_before_the_layer_that_is_named() -> None:
+def test_the_bottleneck_precedes_the_named_layer() -> None:
     model = precode(mlp((1, 2, 2), 3, hidden=[5, 6]), latent=2, before="3")
     assert model.get_submodule("3.bottleneck.encoder").weight.shape == (4, 5)
     assert isinstance(model.get_submodule("5"), nn.Linear)
@@ -129,9 +131,9 @@ def test_it_stands_before_the_layer_that_is_named() -> None:
         (mlp((1, 2, 2), 3), {"beta": float("nan")}, "beta"),
     ],
 )
-def test_what_cannot_be_is_refused(model: nn.Module, arguments: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        precode(model, **arguments)
+def test_invalid_arguments_are_refused(model: nn.Module, arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(SpecError, match=name):
+        call_checked(precode, arguments, "[[model.defense]] #1", {"model": model})
 
 
 # ------------------------------------------------------------------------------------------------------- in a scenario

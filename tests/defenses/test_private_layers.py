@@ -125,7 +125,7 @@ def test_the_clients_of_a_federation_keep_them(scenario: Scenario, seen: list[Ob
     assert replay(fed, seen[0]).ok and not replay(fed, seen[-1]).ok
 
 
-def test_what_an_attacker_assumes_is_on_the_card(scenario: Scenario, seen: list[Observation]) -> None:
+def test_the_card_lists_the_attackers_assumptions(scenario: Scenario, seen: list[Observation]) -> None:
     fed = scenario.federation
     assert "(norm0, norm3, linear) unknown" in knowledge_card(fed, PlannedAttack.from_table({"use": "idlg"}, "here"))
     known, first = public_knowledge(fed), seen[0]
@@ -144,6 +144,6 @@ def test_what_an_attacker_assumes_is_on_the_card(scenario: Scenario, seen: list[
         ([{"use": "scaffold", "rate": 0.1}, PRIVATE], "scaffold"),
     ],
 )
-def test_what_makes_no_sense_is_refused(links: list[dict[str, Any]], message: str, make_federation: Make) -> None:
+def test_invalid_settings_are_refused(links: list[dict[str, Any]], message: str, make_federation: Make) -> None:
     with pytest.raises(SpecError, match=message):
         make_federation(model={"use": "convnet", "width": 1}, chain=links).check()

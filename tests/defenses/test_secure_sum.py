@@ -167,7 +167,7 @@ def test_fixed_point_is_as_near_as_it_says_and_keeps_zero(x: float, examples: in
 
 
 @pytest.mark.parametrize(("update", "examples"), [(np.nan, 1), (np.inf, 1), (0.0, 0), (0.0, 2**21)])
-def test_what_has_no_fixed_point_form_is_refused(update: float, examples: int) -> None:
+def test_values_without_a_fixed_point_form_are_refused(update: float, examples: int) -> None:
     with pytest.raises(ValueError, match="examples|finite"):
         FIVE.quantise(np.array([update]), examples)
 

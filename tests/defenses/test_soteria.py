@@ -175,7 +175,7 @@ LINKS: dict[str, Callable[[], Chain]] = {
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_what_is_hidden_stays_hidden_through_the_chain(name: str) -> None:
+def test_hidden_layers_stay_hidden_through_the_chain(name: str) -> None:
     links = LINKS[name]()
     known = links.update_distribution
     assert known is not None
@@ -219,7 +219,7 @@ def test_a_network_without_such_a_layer_is_refused() -> None:
         soteria(model, lambda x: x.flatten(1, 2), layer="0").scores(detached_params(model), BATCH.x)
 
 
-def test_it_stands_in_a_federation(make_federation: Callable[..., Federation]) -> None:
+def test_it_works_in_a_federation(make_federation: Callable[..., Federation]) -> None:
     sgd = {"use": "local_sgd", "rate": 0.1}
     link = {"use": "soteria", "rate": 0.5}
     fed = make_federation(chain=[link, sgd], data={"batch_size": 2})

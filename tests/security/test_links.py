@@ -95,7 +95,7 @@ KINDS: dict[str, Callable[[Path], None]] = {"a pipe": _pipe, "a folder": Path.mk
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["scenario.toml", "ledger.sqlite", "tape/round-00001.safetensors", "audit.lock"])
-def test_what_is_no_file_is_refused_and_nobody_waits_for_it(theirs: Run, name: str, kind: str) -> None:
+def test_special_files_are_refused_without_waiting(theirs: Run, name: str, kind: str) -> None:
     put(theirs, name, KINDS[kind])
     with pytest.raises(run_files.RefusedFile, match=name):
         run_files.read(theirs.folder / name)

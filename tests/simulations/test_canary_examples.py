@@ -202,7 +202,7 @@ def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(ru
     assert CANARIES not in {row[0] for row in told["summary"]["rows"]}
     (looked_at,) = [p for p in run.scenario().plan.attacks if p.name == CANARIES]
     card = knowledge_card(run.scenario().federation, looked_at)
-    assert "40 canary examples, and not which of them are among the data" in card
+    assert "40 canary examples, but not which of them are among the data" in card
 
 
 def test_report_and_terminal_say_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ COSTLY = SETTINGS.keys() - {"the same examples again", *CHEAP}
 
 
 @pytest.mark.parametrize("setting", [*CHEAP, *(pytest.param(name, marks=pytest.mark.full) for name in sorted(COSTLY))])
-def test_what_is_chosen_works_on_a_stand_in(setting: str) -> None:
+def test_chosen_attacks_work_on_a_stand_in(setting: str) -> None:
     """No attack fails; one that was chosen by the network's structure may still say why it cannot read this update."""
     changes, wanted = SETTINGS[setting]
     scenario = Scenario.from_tables(tables(**changes, audit={"effort": "standard"}))

@@ -79,11 +79,11 @@ def test_a_gate_and_a_sweep_judge_by_it(run: Run, capsys: pytest.CaptureFixture[
         ("row_over_bias", "close", 100.0),
         ("contains", "class_detected", 1.0),
     ]
-    assert "| class_detected |" in summary and "1.000 by `contains`" in summary and "`row_over_bias`" in summary
+    assert f"| {LABEL} |" in summary and "1.000 by `contains`" in summary and "`row_over_bias`" in summary
 
 
 @pytest.mark.parametrize("lost", ["contains", "row_over_bias"])
-def test_what_fails_is_missing_under_its_own_metric_alone(run: Run, lost: str) -> None:
+def test_a_failure_is_missing_only_under_its_own_metric(run: Run, lost: str) -> None:
     with read_once(run) as reading:
         metrics = {"contains": "class_detected", "row_over_bias": "close"}
         row = (9, 0, lost, -1, metrics[lost], "failed", None)

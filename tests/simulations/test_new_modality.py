@@ -121,7 +121,7 @@ def test_the_report_the_export_the_figures_and_the_terminal_name_it(run: Run) ->
 def test_a_gate_and_a_sweep_judge_by_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     gate = ["gate", str(run.folder), "--allow", "mynumbers"]
     assert main([*gate, "--fail-above", "close=50"]) == 1
-    assert "close: 100.0, the mean of 6 by row_over_bias" in capsys.readouterr().out
+    assert "close: 100, the mean of 6 by row_over_bias" in capsys.readouterr().out
     assert main([*gate, "--fail-above", "psnr=20"]) == 2, "of other data"
     rows, summary = swept(run.folder.parent, TABLES)
     assert [(row["attack"], row["metric"], row["mean"]) for row in rows] == [("row_over_bias", "close", 100.0)]

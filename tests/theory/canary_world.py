@@ -15,7 +15,7 @@ from fedgauge.attacks.membership.canary_epsilon import cosines, gaussian_epsilon
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
-from fedgauge.client.update import canary
+from fedgauge.client.update import average, canary
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.simulations.experiments.measures import ComparedFigure
@@ -148,7 +148,9 @@ def training(seed: int) -> Iterator[Tensor]:
     fed = Federation(Protocol(seed, ROUNDS, 8, data, {"use": "mlp", "hidden": [64]}, chain))
     params, buffers = fed.initial()
     for round in range(1, ROUNDS + 1):
-        mean = fed.mean_update(params, buffers, range(fed.protocol.clients), round)
+        mean = average(
+            [fed.own_update(params, buffers, c, round) for c in range(fed.protocol.clients)], [1] * fed.protocol.clients
+        )
         yield fed.protocol.clients * torch.cat([t.flatten() for t in mean.values()])
         params = {k: t + mean[k] for k, t in params.items()}
 

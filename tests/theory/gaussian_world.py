@@ -19,7 +19,7 @@ from fedgauge.attacks.gaussian_prior import GaussianPrior
 from fedgauge.attacks.limits import fisher, known_noise, precision
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
-from fedgauge.attacks.matching.priors import Prior, gaussian, laplacian
+from fedgauge.attacks.matching.priors import Energy, Prior, laplacian, mahalanobis
 from fedgauge.attacks.matching.search import LBFGSSearch
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.gradient import gradient
@@ -35,6 +35,23 @@ RATIOS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # sigma / |g|
 VARIANCE = 0.051  # of the first world's inputs
 NOISE = 0.1  # of the second's gradients: Laplace noise of this scale
 STD = 0.05  # pixels to a unit of x; inputs lie well inside [0, 1], so that the box has no effect
+
+
+def gaussian_of(mean: Tensor, covariance: Tensor) -> GaussianPrior:
+    """A prior with this mean (d,) and positive definite covariance (d, d)."""
+    variances, axes = torch.linalg.eigh(covariance.double())
+    return GaussianPrior(mean.double(), axes.T, variances)
+
+
+@dataclass(frozen=True, eq=False)
+class known_gaussian(Prior):
+    """The normal distribution that the inputs were drawn from."""
+
+    fitted: GaussianPrior
+    weight: float = 1.0
+
+    def bind(self, known: Knowledge, params: Params) -> Energy:
+        return partial(mahalanobis, known, self.fitted.mean, self.fitted)
 
 
 def van_trees(information: Tensor, prior: GaussianPrior) -> float:
@@ -111,7 +128,7 @@ def tanh_world(n: int, seed: int = 0) -> tuple[GaussianWorld, GaussianPrior]:
     x = 0.5 + VARIANCE**0.5 * torch.randn(n, size, generator=rng, dtype=torch.float64)
     y = torch.randint(5, (n,), generator=rng)
     world = GaussianWorld(_network(size, 24, 5, seed), x, y, shift=0.5)
-    prior = GaussianPrior.of(torch.full((size,), 0.5), torch.eye(size) * VARIANCE * STD**2)  # of pixels
+    prior = gaussian_of(torch.full((size,), 0.5), torch.eye(size) * VARIANCE * STD**2)  # of pixels
     return world, prior
 
 
@@ -141,7 +158,7 @@ def gaussian_world(
     clean = world.updates(chain(local_sgd(1.0)), seed).update
     size = float(torch.stack([t.flatten(1).square().sum(1) for t in clean.values()]).sum(0).sqrt().mean())
     information = mean_information(world)
-    objective = Objective(priors=(gaussian(1.0, prior.mean, prior.covariance),))
+    objective = Objective(priors=(known_gaussian(prior),))
     attack = GradientMatching(objective, LBFGSSearch(double=True))
     rows = []
     for ratio in ratios:
@@ -168,7 +185,7 @@ def fig4_attacks() -> dict[tuple[str, str], GradientMatching]:
     """The attacks by prior and conditional; each wrong one has the variance of the true one."""
     size, centre = 20, torch.full((20,), 0.5)
     priors: dict[str, Prior] = {
-        "gaussian": gaussian(1.0, centre, torch.eye(size) * STD**2),
+        "gaussian": known_gaussian(gaussian_of(centre, torch.eye(size) * STD**2)),
         "laplacian": laplacian(1.0, 0.5, STD / 2**0.5),
     }
     conditionals: dict[str, Distance] = {

@@ -16,7 +16,7 @@ from fedgauge.attacks.engine.distances import gaussian_likelihood
 from fedgauge.attacks.grading.tuning import Tuning
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
-from fedgauge.attacks.matching.priors import gaussian, total_variation
+from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.search import LBFGSSearch
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.client.chain import chain
@@ -77,7 +77,7 @@ def test_a_wrong_attack_is_distinguished_from_the_right_one() -> None:
     sigma = 0.1 * float(torch.stack([t.flatten(1).square().sum(1) for t in clean.values()]).sum(0).sqrt().mean())
     bound = world_of.van_trees(world_of.mean_information(world) / sigma**2, prior) / STD**2
     right = GradientMatching(
-        Objective(gaussian_likelihood(sigma), (gaussian(1.0, prior.mean, prior.covariance),)), LBFGSSearch(double=True)
+        Objective(gaussian_likelihood(sigma), (world_of.known_gaussian(prior),)), LBFGSSearch(double=True)
     )
     links = chain(noise.gaussian(sigma), local_sgd(1.0))
 
@@ -108,7 +108,7 @@ def test_tuning_finds_the_prior_at_every_noise(n: int, ratios: tuple[float, ...]
     size = float(torch.stack([t.flatten(1).square().sum(1) for t in clean.values()]).sum(0).sqrt().mean())
     search, budget = LBFGSSearch(double=True), Budget(150)
     published = GradientMatching(Objective(priors=(total_variation(0.01),)), search)
-    right = GradientMatching(Objective(priors=(gaussian(1.0, prior.mean, prior.covariance),)), search)
+    right = GradientMatching(Objective(priors=(world_of.known_gaussian(prior),)), search)
     modality = ImageModality(cast(Dataset, SimpleNamespace(shape=(1, 1, 36))))
     for ratio in ratios:
         links = chain(noise.gaussian(ratio * size), local_sgd(1.0))

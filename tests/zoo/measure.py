@@ -28,7 +28,8 @@ from fedgauge.client.chain import chain
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params
 from fedgauge.simulations.benchmarks.__main__ import main
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved, one_thread
+from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved
+from fedgauge.simulations.run.environment import one_thread
 from tests.zoo import text
 from tests.zoo.networks import CLASSES, Network, networks
 

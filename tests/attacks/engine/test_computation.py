@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.engine.computation import dense_input_layer, input_layers
+from fedgauge.attacks.engine.computation import classifier, dense_input_layer, input_layers
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.exact.unmixing import spear
 from fedgauge.attacks.modality.image_metrics import match, psnr
 from fedgauge.client.chain import chain
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import local_sgd
-from fedgauge.client.models.vision import detached_params
+from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
@@ -35,6 +35,13 @@ class Written(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.way(self, x)
+
+
+def test_the_classifier_computes_the_logits() -> None:
+    assert classifier(lenet((1, 28, 28), 10), (1, 28, 28)) == "linear"
+    assert classifier(mlp((1, 28, 28), 10, hidden=[4, 4]), (1, 28, 28)) == "5"
+    with pytest.raises(ValueError, match="connected"):
+        classifier(nn.Sequential(nn.Conv2d(1, 1, 1)), (1, 6, 6))
 
 
 def in_order(*middle: nn.Module) -> nn.Module:

@@ -157,7 +157,7 @@ def relative() -> nn.Module:
         (lambda: timm(SHAPE, CLASSES, "convnext_atto"), 1, None, "no learnt position is added to each patch"),
     ],
 )
-def test_what_it_cannot_read_is_said(
+def test_unreadable_input_is_reported(
     model: Callable[[], nn.Module], images: int, links: Chain | None, reason: str
 ) -> None:
     torch.manual_seed(0)

@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[type[Attack], nn.Module, Chain, str]] = {
 
 
 @pytest.mark.parametrize(("how", "model", "links", "named"), REFUSED.values(), ids=REFUSED)
-def test_what_it_cannot_read_is_named(how: type[Attack], model: nn.Module, links: Chain, named: str) -> None:
+def test_unreadable_input_is_named(how: type[Attack], model: nn.Module, links: Chain, named: str) -> None:
     found = attack(how(), model, examples(3, 3), links)
     assert found.status == "not_applicable" and named in found.reason
 

@@ -144,7 +144,7 @@ def test_a_generator_that_will_not_do_is_refused(here: Path, name: str, changes:
         own({**made, "use": f"mygenerators:{name}"}, SHAPE)
 
 
-def test_what_does_not_fit_the_images_or_the_network_is_refused(here: Path) -> None:
+def test_settings_that_do_not_fit_images_or_network_are_refused(here: Path) -> None:
     with pytest.raises(ValueError, match="shape"):
         own(table(here, "Flat"), (1, 7, 5))
     with pytest.raises(ValueError, match="fit"):

@@ -210,14 +210,14 @@ def test_a_network_that_cannot_carry_is_refused_by_both(name: str) -> None:
         ([1], True, chain(local_sgd(0.1, steps=2)), "2 local steps"),
     ],
 )
-def test_what_cannot_be_read_is_reported(labels: list[int], crafted: bool, links: Chain, name: str) -> None:
+def test_unreadable_input_is_reported(labels: list[int], crafted: bool, links: Chain, name: str) -> None:
     known = knowledge(plain(), len(labels), links)
     params = craft(identity_convolutions(), known) if crafted else detached_params(known.model)
     found = attacked(known, params, pictures(0, labels))
     assert found.status == "not_applicable" and name in found.reason
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: reversible_blocks(0), "blocks"),
         (lambda: carried(mlp(SHAPE, 2), (16,), 2), "images"),

@@ -7,6 +7,7 @@ import torch
 
 from fedgauge.attacks.base import Knowledge, Observation
 from fedgauge.attacks.delegating import DelegatingAttack
+from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.malicious.fishing import class_fishing, count_isolated, feature_fishing, lone_example
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.attacks.matching.recipes import dlg
@@ -14,7 +15,7 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.components import SpecError
 from fedgauge.client.local_training import local_sgd
-from fedgauge.client.models.vision import detached_params, last_linear, mlp
+from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import GroupMean, per_example
 from fedgauge.client.update import Batch
@@ -50,7 +51,7 @@ def test_a_fished_class_alone_has_a_gradient_and_its_bias_counts_the_examples(ti
     (seen,) = meet(class_fishing(target=2), threat, batch, 1)
     assert count_isolated(seen.params, seen.update, threat) == pytest.approx(times, abs=1e-4)
     mine = batch.y == 2
-    names = [k for k in seen.update if not k.startswith(last_linear(threat.model))]
+    names = [k for k in seen.update if not k.startswith(classifier(threat.model, threat.shape))]
     if not times:
         assert all(float(seen.update[k].abs().max()) < 1e-9 for k in names)
         return
@@ -93,7 +94,7 @@ def test_the_isolated_example_is_inverted_as_if_it_were_alone(links: Chain) -> N
     )  # nothing was seen of them
 
 
-def test_what_cannot_be_fished_is_refused() -> None:
+def test_unsuitable_targets_of_fishing_are_refused() -> None:
     threat, batch = known(), examples([0] * SIZE)
     with pytest.raises(ValueError, match="target"):
         craft(class_fishing(target=6), threat)

@@ -167,7 +167,7 @@ def test_the_block_is_nothing_before_it_is_crafted_and_next_to_nothing_after() -
     assert torch.allclose(moved, moved.flatten(1).mean(1)[:, None, None, None].expand_as(moved), atol=1e-5)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="bins"):
         imprint(0)
     with pytest.raises(ValueError, match="strength"):

@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.malicious.inconsistency import dead_layer, lone_target
 from fedgauge.attacks.modality.image_metrics import match, psnr
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import local_sgd
-from fedgauge.client.models.vision import convnet, detached_params, last_linear, lenet, mlp, resnet20
+from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Batch, average
@@ -36,7 +37,7 @@ def test_a_dead_network_sends_its_bias_and_nothing_else(make: object, steps: int
     batch = Batch(torch.rand(3, *shape, generator=generator("own")), torch.tensor([0, 1, 1]))
     client = chain(local_sgd(0.1, steps))(gradient(model.eval(), normalise=known.normalise))
     update = client(params, batch, generator("client"))
-    assert [k for k, t in update.items() if bool(t.count_nonzero())] == [f"{last_linear(model)}.bias"]
+    assert [k for k, t in update.items() if bool(t.count_nonzero())] == [f"{classifier(model, shape)}.bias"]
 
 
 def test_a_network_that_does_not_die_is_refused() -> None:

@@ -124,7 +124,7 @@ def test_it_lasts_through_local_steps_and_clipping(links: Chain) -> None:
     assert proven(read(known, sent, answers(known, sent, batches))) >= 0.8 * expected >= 8
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for bad in ({"members": 0}, {"bins": 0}, {"strength": 0}, {"place": 4}):
         with pytest.raises(ValueError, match="members|" + next(iter(bad))):
             loki(**bad)

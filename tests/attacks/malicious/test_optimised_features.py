@@ -88,7 +88,7 @@ def test_noise_that_drowns_what_was_read_leaves_the_mean_image() -> None:
     torch.testing.assert_close(far, mean, atol=1e-2, rtol=0)
 
 
-def test_what_it_cannot_do_is_said() -> None:
+def test_limitations_are_reported() -> None:
     check_refused(optimised_features(), read_features(), knowledge(lenet(SHAPE, CLASSES), public=3))
     padded = nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten(), nn.Linear(256, CLASSES))
     for model in (padded, mlp(SHAPE, CLASSES, hidden=[])):

@@ -144,7 +144,7 @@ def test_a_pooled_convolution_keeps_components_of_the_mean_patch() -> None:
     assert bool((spread.diag().diff() <= 1e-9).all()), "the largest variance first"
 
 
-def test_what_it_cannot_do_is_said() -> None:
+def test_limitations_are_reported() -> None:
     with pytest.raises(ValueError, match="strength"):
         scale_mia(strength=0)
     check_refused(scale_mia(), read_latents(), knowledge(lenet(SHAPE, CLASSES), 1))

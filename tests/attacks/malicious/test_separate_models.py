@@ -118,7 +118,7 @@ def test_what_several_examples_share_is_left_open() -> None:
     assert bool((found.x[[0, 3]] == 0.5).all()), "grey, where there are no public images"
 
 
-def test_what_does_not_come_apart_is_refused_by_both() -> None:
+def test_inseparable_batches_are_refused_by_both() -> None:
     plain, one_by_one = chain(local_sgd(0.1)), chain(per_example(clip(1.0)), local_sgd(0.1))
     slices = chain(local_sgd(0.1, steps=2, batch_size=2))
     for model, links in ((mlp(SHAPE, CLASSES), plain), (network(4), one_by_one), (network(4), slices)):

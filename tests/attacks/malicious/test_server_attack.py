@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
+from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.malicious.label_flipping import label_flipping
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
 from fedgauge.attacks.modality.images import DECODERS
@@ -16,7 +17,7 @@ from fedgauge.client.components import build
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.build import build_model
-from fedgauge.client.models.vision import detached_params, last_linear
+from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 from tests.attacks.malicious.served import craft
@@ -89,7 +90,7 @@ def test_a_decoder_says_why_an_honest_update_is_not_for_it(name: str) -> None:
 
 def test_flipping_moves_rows_and_changes_nothing_else() -> None:
     threat = known()
-    sent, name = detached_params(threat.model), last_linear(threat.model)
+    sent, name = detached_params(threat.model), classifier(threat.model, threat.shape)
     swapped, moved = craft(label_flipping(classes=(1, 3)), threat), craft(label_flipping(), threat)
     for part in ("weight", "bias"):
         key = f"{name}.{part}"

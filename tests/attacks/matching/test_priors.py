@@ -20,6 +20,7 @@ from fedgauge.attacks.matching.priors import (
     generator_prior,
     laplacian,
     magnitude,
+    mahalanobis,
     total_variation,
 )
 from fedgauge.client.chain import chain
@@ -27,6 +28,7 @@ from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
+from tests.theory.gaussian_world import gaussian_of
 
 PRIORS: dict[str, Prior] = {
     "total_variation": total_variation(1.0),
@@ -91,7 +93,8 @@ def test_the_gaussian_prior_is_a_density() -> None:
     known, mean = knowledge(), torch.rand(36, dtype=torch.float64)
     root = torch.randn(36, 36, dtype=torch.float64, generator=generator(0))
     covariance = root @ root.T + torch.eye(36, dtype=torch.float64)
-    energy = gaussian(1.0, mean, covariance).bind(known, {})
+    fitted = gaussian_of(mean, covariance)
+    energy = partial(mahalanobis, known, fitted.mean, fitted)
     oracle = torch.distributions.MultivariateNormal(mean, covariance)
     pixels = torch.rand(2, 1, 6, 6, dtype=torch.float64)
     expected = (oracle.log_prob(mean) - oracle.log_prob(pixels.flatten(1))).sum()

@@ -95,7 +95,7 @@ class Until(Deadline):
     """Over after so many questions."""
 
     def __init__(self, questions: int) -> None:
-        super().__init__(0.0, None)
+        super().__init__()
         self.left = questions
 
     def over(self) -> bool:

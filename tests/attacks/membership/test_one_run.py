@@ -34,7 +34,7 @@ def test_one_wrong_on_paper() -> None:
     assert least_epsilon(10, 9, 10, 0.0) == pytest.approx(math.log(0.6058 / 0.3942), abs=3e-4)
 
 
-def test_what_chance_explains_shows_nothing() -> None:
+def test_results_within_chance_prove_nothing() -> None:
     assert least_epsilon(4, 4, 4, 0.0) == 0, "1 / 16 is above 5 %"
     assert least_epsilon(1000, 500, 1000, 1e-5) == least_epsilon(1000, 0, 1000, 1e-5) == 0
     assert chance(7, 0, 7, 3.0, 1e-5) == 1

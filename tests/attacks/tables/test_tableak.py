@@ -138,7 +138,7 @@ def test_exact_attacks_prove_rows_behind_a_fully_connected_layer(
     assert sorted(found.y.tolist()) == sorted(truth.y.tolist())
 
 
-def test_it_refuses_what_is_no_row(make_federation: Any, observe: Any) -> None:
+def test_it_refuses_values_that_are_not_rows(make_federation: Any, observe: Any) -> None:
     fed = make_federation(model={"use": "mlp", "hidden": [8]})
     (found,) = audited(fed, observe(fed, (0,)), tableak(), Budget(2))
     assert found.status == "not_applicable" and "no columns" in found.reason

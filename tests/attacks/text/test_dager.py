@@ -89,7 +89,7 @@ def test_as_published_queries_alone_tell_an_encoders_words_and_not_a_decoders_fi
     assert recovered(read(dager(), wave, known), truth) == [True] * 3
 
 
-def test_what_cannot_be_read_is_refused(classified: Text) -> None:
+def test_unreadable_input_is_refused(classified: Text) -> None:
     (batch,) = batches(classified, 1, 1)
     wave, known = seen(model := bert(classified), [batch])
     layer = model.parts.layers[0]

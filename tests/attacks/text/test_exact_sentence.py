@@ -210,7 +210,7 @@ def test_words_that_stand_out_of_weak_noise_are_still_found(words: Any) -> None:
     ],
     ids=["words", "positions", "tied words", "sines"],
 )
-def test_what_is_not_shared_is_reported(make: Maker, words: Any) -> None:
+def test_unshared_parameters_are_reported(make: Maker, words: Any) -> None:
     model = make(words)
     assert refused(read(exact(), *seen(model, alone(model, 1))), "dager")
 

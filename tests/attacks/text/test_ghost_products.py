@@ -237,7 +237,7 @@ WAYS: list[tuple[tuple[Transform, ...], int, Kind, Way]] = [
 
 
 @pytest.mark.parametrize(("links", "batch_size", "kind", "way"), WAYS, ids=lambda v: "-" if isinstance(v, tuple) else v)
-def test_the_way_is_chosen_by_the_chain_and_the_truth_is_the_likest(
+def test_the_chain_selects_the_likelihood_and_the_truth_maximises_it(
     links: tuple[Transform, ...], batch_size: int, kind: Kind, way: Way, words: Tokenizer
 ) -> None:
     model = bert(words, 16).double()

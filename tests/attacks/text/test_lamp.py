@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Sentences, Wave
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.modality.text_metrics import rouge
 from fedgauge.attacks.text.lamp import _BatchDescent, dlg_text, lamp, tag
@@ -78,7 +79,7 @@ def test_moves_are_different_permutations_that_begin_with_none(n: int, count: in
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_what_frames_a_sentence_stays_in_its_place(batch_size: int) -> None:
+def test_special_tokens_stay_in_place(batch_size: int) -> None:
     wave, known, batches = make(batch_size=batch_size)
     known = replace(known, text=Sentences(lengths(batches)))
     tokens = torch.stack([f.x for f in SMALL().reconstruct(wave, known, Budget(7), streams(2)) if f.x is not None])
@@ -150,7 +151,7 @@ def test_moves_put_words_in_order() -> None:
     attack = lamp(lm_weight=0, draws=1, orders=1, discrete="end", period=1, candidates=200, rate=1e-9)
     layout = attack.layout(wave, known, 1)
     truth = batches[own].x[0]
-    search = _BatchDescent(attack, layout, None, streams(1), Budget(4), 0.0)
+    search = _BatchDescent(attack, layout, None, streams(1), Budget(4), Deadline())
     wrong = torch.cat([truth[:1], truth[1:-1].flip(0), truth[-1:]])
     search.variables[0].copy_(layout.table[wrong])
     with torch.no_grad():
@@ -231,7 +232,7 @@ def declined(attack: lamp, wave: Wave, known: Knowledge, word: str) -> bool:
 def test_a_missing_language_model_is_reported() -> None:
     wave, known, _ = make()
     bare = replace(known, auxiliary=None)
-    assert declined(SMALL(), wave, bare, "auxiliary text")
+    assert declined(SMALL(), wave, bare, "auxiliary")
     assert declined(SMALL(lm="gpt2-that-is-not-there"), wave, known, "cannot be loaded")
     for attack in (SMALL(lm_weight=0), SMALL(discrete="none"), dlg_text()):
         assert attack.reconstruct(wave, bare, Budget(1), streams(2))[0].status == "converged", "none is asked"

@@ -70,7 +70,7 @@ def test_each_position_of_shadow_data_has_its_word_as_candidate_and_copies_are_m
         ({"model": mlp((1, 4, 4), 2)}, "language model"),
     ],
 )
-def test_what_it_cannot_read_is_refused(changes: dict[str, object], word: str) -> None:
+def test_unreadable_input_is_refused(changes: dict[str, object], word: str) -> None:
     wave, known, _ = threat(SPOKEN, 40)
     assert refused(read(SMALL, wave, replace(known, **changes)), word)  # type: ignore[arg-type]
 

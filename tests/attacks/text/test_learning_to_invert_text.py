@@ -118,7 +118,7 @@ def test_rows_are_standardised_with_the_noise_that_is_drawn_anew() -> None:
 
 
 @each_task
-def test_what_is_certain_is_read_whatever_is_known_of_lengths(data: Text) -> None:
+def test_certain_words_are_read_with_and_without_known_lengths(data: Text) -> None:
     model, x = model_for(data), data.x[:4]
     log = torch.full((*x.shape, model.vocabulary), -20.0).scatter_(2, x[..., None], 0.0)
     lengths = (x != model.pad).sum(1)
@@ -163,7 +163,7 @@ def test_words_that_the_text_does_not_have_are_never_answered() -> None:
     ],
     ids=["none", "sign", "noise", "frequencies alone"],
 )
-def test_it_reads_sentences_that_it_never_met(links: Chain, attack: learning_to_invert_text, least: float) -> None:
+def test_it_reads_unseen_sentences(links: Chain, attack: learning_to_invert_text, least: float) -> None:
     wave, known, truth = threat(SPOKEN, 1200, links, clients=30)
     found = read(attack, wave, known, Budget(400))
     floor = accuracy(read(random_words(), wave, known), truth, SPOKEN)
@@ -212,11 +212,11 @@ def test_training_ends_with_its_seconds_or_where_held_out_sentences_become_no_li
         (lambda k: replace(k, text=None), SMALL, "language model"),
         (lambda k: replace(k, model=mlp((1, 2, 2), 2)), SMALL, "language model"),
         (lambda k: replace(k, auxiliary=None), SMALL, "auxiliary"),
-        (lambda k: replace(k, batch_size=100), SMALL, "at least 400 auxiliary"),
+        (lambda k: replace(k, batch_size=100), SMALL, "400 auxiliary"),
         (lambda k: k, replace(SMALL, buckets=10**9), "buckets"),
     ],
 )
-def test_what_it_needs_and_does_not_have_is_reported(
+def test_missing_requirements_are_reported(
     change: Callable[[Knowledge], Knowledge], attack: learning_to_invert_text, word: str
 ) -> None:
     wave, known, _ = threat(CLASSIFIED, 40)

@@ -53,7 +53,7 @@ def test_pursuit_finds_the_batch_among_decoys_with_equal_coefficients(spoken: Te
     every = sentences(Batch(spoken.x[rows], spoken.y[rows]))
     truth = Batch(spoken.x[rows[:size]], spoken.y[rows[:size]])
     wave, known = seen(gpt2(spoken), [truth])
-    pursuit = Pursuit(GuessVerifier(wave, known), {ids[:-1]: 0.0 for ids in every}, Deadline(0.0, None))
+    pursuit = Pursuit(GuessVerifier(wave, known), {ids[:-1]: 0.0 for ids in every}, Deadline())
     pursuit.choose(size)
     assert pursuit._updates.keys() == set(pursuit.chosen), "an update is as large as the network"
     while pursuit.exchange():
@@ -70,7 +70,7 @@ def test_a_batch_whose_tokens_leave_dager_no_margin_comes_back_with_its_proof(sp
     assert recovered(found, truth) == [True] and certified(found)
 
 
-def test_what_cannot_be_read_is_refused(spoken: Text, classified: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_input_is_refused(spoken: Text, classified: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(read(somp(), *seen(bert(classified), batches(classified, 1, 1))), "decoders")
     wave, known = seen(gpt2(spoken), batches(spoken, 2, 1)[:1])
     monkeypatch.setattr("fedgauge.attacks.text.somp.MOST_NUMBERS", 1000)

@@ -53,7 +53,7 @@ def test_a_decoders_sentence_comes_back_with_its_last_word_and_no_restart_loses_
         assert recovered(found, truth) == [True] * 2 and certified(found)
 
 
-def test_of_two_sentences_each_places_words_come_back(classified: Text) -> None:
+def test_the_words_of_two_sentences_are_recovered_at_each_position(classified: Text) -> None:
     """Which of two words in one place belongs to which sentence is not always found."""
     truth = batches(classified, 2, 2)
     for f, t in zip(read(tiger(), *seen(bert(classified), truth), Budget(30)), truth, strict=True):

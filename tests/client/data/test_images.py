@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedgauge.client import data_folder
 from fedgauge.client.cache_folder import cache_folder
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, call_checked
 from fedgauge.client.data import images
 from fedgauge.client.data.dataset import Dataset, Partition, batch_of, split
 
@@ -160,7 +160,6 @@ def test_a_split_is_a_function_of_its_seed(
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        ({"clients": 0}, "clients"),
         ({"batch_size": 0}, "batch_size"),
         ({"auxiliary": 0}, "auxiliary"),
         ({"alpha": 0.0}, "alpha"),
@@ -176,8 +175,9 @@ def test_a_split_is_a_function_of_its_seed(
 )
 @pytest.mark.filterwarnings("ignore:The specified min_partition_size:UserWarning")  # its ten attempts
 def test_an_impossible_split_is_refused(arguments: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        split(toy(), **{"clients": 2, "seed": 0, "auxiliary": 100, **arguments})
+    given = {"dataset": toy(), "seed": 0, "clients": arguments.pop("clients", 2)}
+    with pytest.raises(SpecError, match=name):
+        call_checked(split, {"auxiliary": 100, **arguments}, "[data]", given)
 
 
 def test_exactly_enough_is_split() -> None:
@@ -296,7 +296,7 @@ def test_a_download_that_fails_says_what_to_do(
         make_federation(data={"use": name}).check()
 
 
-def test_what_was_downloaded_reads_as_the_local_files_do(
+def test_downloaded_files_read_like_local_ones(
     no_local_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The archives lie where torchvision would put them: it unpacks and reads them, and asks no mirror."""

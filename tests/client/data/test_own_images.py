@@ -109,9 +109,9 @@ def refused(name: str, **data: Any) -> None:
         _ = Federation(Protocol(0, 1, 1, {"auxiliary": 1, **data}, {"use": "mlp"}, ())).shards
 
 
-def test_what_cannot_be_used_is_named(pictures: Path, tmp_path: Path) -> None:
+def test_unusable_parts_are_named(pictures: Path, tmp_path: Path) -> None:
     own = {"use": "image_folder", "path": str(pictures), "size": SIZE}
-    refused("nowhere", **{**own, "path": str(tmp_path / "nowhere")})
+    refused("nowhere holds no pictures", **{**own, "path": str(tmp_path / "nowhere")})
     refused("path", **{**own, "path": 3})
     refused("test", **own, test=1.0)
     refused("mean", **own, mean=[0.5])
@@ -123,15 +123,16 @@ def test_what_cannot_be_used_is_named(pictures: Path, tmp_path: Path) -> None:
     Image.fromarray(pixels(0)).save(pictures / "dogs" / "broken.png", format="EPS")  # whatever its name
     refused("broken.png", **own)
     (tmp_path / "one" / "only").mkdir(parents=True)
-    Image.fromarray(pixels(0)).save(tmp_path / "one" / "only" / "a.png")
+    for name in ("a.png", "b.png"):
+        Image.fromarray(pixels(0)).save(tmp_path / "one" / "only" / name)
     refused("one class", **{**own, "path": str(tmp_path / "one")})
 
 
 @given(count=st.integers(2, 60), share=st.floats(0.01, 0.99))
 def test_a_share_is_tested_never_all_or_none(count: int, share: float) -> None:
-    tested = held_out(count, share, Path("own"))
+    tested = held_out(count, share)
     assert tested.sum() == min(max(1, round(share * count)), count - 1)
-    assert torch.equal(tested, held_out(count, share, Path("own")))
+    assert torch.equal(tested, held_out(count, share))
 
 
 def with_names_of_their_own(pictures: Path) -> Path:
@@ -209,7 +210,7 @@ def test_channels_are_found_wherever_they_stand(written: Callable[..., Path]) ->
     assert npz(written(**arrays(shape=(6, 5)))).shape == (1, 6, 5)
 
 
-def test_what_is_ambiguous_is_asked_for(written: Callable[..., Path]) -> None:
+def test_ambiguous_input_is_asked_about(written: Callable[..., Path]) -> None:
     stored = arrays(shape=(3, 4, 3))
     with pytest.raises(ValueError, match="layout"):
         npz(written(**stored))
@@ -231,17 +232,16 @@ FLAT = np.zeros((12, 6, 5, 3), np.uint8)
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"x": None}, "needs x"),
-        ({"y": None}, "needs x and y"),
-        ({"x": FLAT.astype(np.float32)}, "x has dtype float32"),
-        ({"x": np.zeros((12, 30), np.uint8)}, "x has shape (12, 30)"),
-        ({"x": FLAT[..., :2]}, "x has shape (12, 6, 5, 2)"),
+        ({"x": None}, "x"),
+        ({"y": None}, "one class"),
+        ({"x": FLAT.astype(np.float32)}, "x has dtype torch.float32"),
+        ({"x": np.zeros((12, 30), np.uint8)}, "x has examples of shape (30,)"),
+        ({"x": FLAT[..., :2]}, "x has examples of shape (6, 5, 2)"),
         ({"x": FLAT}, "std"),
         ({"y": np.arange(11) % 3}, "11 labels"),
         ({"y": np.zeros(12, np.int64)}, "one class"),
-        ({"y": np.arange(12) - 1}, "y has"),
-        ({"y": np.array(list("abcabcabcabc"))}, "y has dtype"),
-        ({"y": np.eye(12, 3, dtype=np.int64)}, "y has"),
+        ({"y": np.arange(12) - 1}, "labels of x"),
+        ({"y": np.array(list("abcabcabcabc"))}, "y of <U1"),
         ({"x_test": FLAT[:2]}, "y_test"),
         ({"x_test": FLAT[:2, :4], "y_test": np.arange(2)}, "x_test"),
         ({"x": np.array([{}, {}], dtype=object)}, "own.npz"),

@@ -25,10 +25,9 @@ from torch import Tensor
 from fedgauge.attacks.grading.self_audit import invert_own
 from fedgauge.client import app as module
 from fedgauge.client.app import FAILED, NOT_GRADED, REFUSED, app
-from fedgauge.client.deployment.guard import WITHHELD
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.federation import Federation
-from fedgauge.client.inspection.policy import REASON
+from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.client.pairing import match, psnr_of
 from fedgauge.client.protocol import Protocol
 

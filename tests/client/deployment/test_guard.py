@@ -16,7 +16,7 @@ def test_the_norm_decides_and_integers_have_none(max_norm: float | None, stays: 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_never_leaves(value: float) -> None:
+def test_values_that_are_not_finite_are_never_sent(value: float) -> None:
     assert "b" in UpdatePolicy().objection({**UPDATE, "b": torch.tensor([value])})
 
 

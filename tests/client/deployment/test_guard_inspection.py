@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedgauge.client.deployment.guard import inspect_message
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.inspection.policy import FIRST_NETWORK, InspectionPolicy, fingerprint
@@ -40,10 +39,10 @@ def test_a_client_of_a_simulation_asks_in_one_call(make_federation: MakeFederati
     memory: TransformState = {}
 
     def ask(inspection_policy: InspectionPolicy, round: int, weights: Params) -> str:
-        inspection = inspect_message(inspection_policy, fed.model, round, weights, memory)
-        told.append(inspection.words)
-        assert inspection.alarm == (inspection.suspicion >= 1) == bool(inspection.words)
-        return inspection.withhold
+        results = inspection_policy.findings(fed.model, weights, round, memory)
+        told.append(inspection_policy.report(results, round))
+        assert bool(results.alarms) == (results.suspicion >= 1) == bool(told[-1])
+        return inspection_policy.withhold(results)
 
     assert ask(InspectionPolicy("off"), 1, params) == ""
     assert memory == {}

@@ -59,7 +59,7 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
 )
 def test_a_mistake_in_a_component_names_the_owners_file(write: Write, changes: Any) -> None:
     path = write(**changes)
-    with pytest.raises(SpecError, match="client.toml: .*argument"):
+    with pytest.raises(SpecError, match="client.toml: .*unknown key"):
         DeployedClient.of(OwnerConfig.load(path), terms())
 
 

@@ -131,7 +131,7 @@ def test_networks_of_images_take_factors_too() -> None:
         ({"use": "frozen_backbone", "train": ["nothing"]}, "nothing"),
     ],
 )
-def test_what_shares_nothing_is_refused_before_training(
+def test_clients_that_share_nothing_are_refused_before_training(
     adapter: dict[str, Any], name: str, make_federation: Callable[..., Federation]
 ) -> None:
     model = {"use": "tiny_bert", "adapter": [adapter]}

@@ -313,7 +313,7 @@ REFUSED: dict[str, Callable[[Tokenizer, Path], object]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_and_attacked_is_refused(words: Tokenizer, tmp_path: Path, name: str) -> None:
+def test_scenarios_that_cannot_be_trained_or_attacked_are_refused(words: Tokenizer, tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         REFUSED[name](words, tmp_path)
 

@@ -36,14 +36,15 @@ from fedgauge.client.models.losses import (
     Expected,
     Reduction,
     binary_cross_entropy,
-    build_loss,
     cross_entropy,
+    fitted_loss,
     focal,
     huber,
     is_mean,
     logit_gradient,
     mean_absolute_error,
     mean_squared_error,
+    named_loss,
     next_token,
     per_example_accuracy,
     predicts_tokens,
@@ -146,18 +147,18 @@ def test_slopes_are_those_on_paper() -> None:
 
 @pytest.mark.parametrize("table", [{}, {"label_smoothing": 0.0}, {"label_smoothing": 0}])
 def test_the_default_is_torchs_own_function(table: dict[str, Any]) -> None:
-    assert build_loss({"use": "cross_entropy", **table}, "[loss]", 10) is F.cross_entropy
+    assert named_loss({"use": "cross_entropy", **table}, "[loss]") is F.cross_entropy
 
 
 def test_a_users_function_gets_its_arguments_from_the_table(own: None) -> None:
     logits, y = probe()
-    plain = build_loss({"use": "mylosses:focal", "gamma": 0.0}, "[loss]", 5)
+    plain = named_loss({"use": "mylosses:focal", "gamma": 0.0}, "[loss]")
     assert torch.allclose(plain(logits, y), F.cross_entropy(logits, y)), "focal loss without focus (Lin et al., 2017)"
     chances = logits.softmax(1)[torch.arange(7), y]
-    focal = build_loss({"use": "mylosses:focal"}, "[loss]", 5)
+    focal = named_loss({"use": "mylosses:focal"}, "[loss]")
     assert torch.allclose(focal(logits, y), -((1 - chances) ** 2 * chances.log()).mean())
     assert is_mean(focal, 5) and not takes_probabilities(focal, 5)
-    smooth = build_loss({"use": "mylosses:Smooth", "part": 0.3}, "[loss]", 5)
+    smooth = named_loss({"use": "mylosses:Smooth", "part": 0.3}, "[loss]")
     assert torch.equal(smooth(logits, y), F.cross_entropy(logits, y, label_smoothing=0.3))
 
 
@@ -176,9 +177,11 @@ def test_a_users_function_gets_its_arguments_from_the_table(own: None) -> None:
         ({"use": "elsewhere:loss"}, "--allow elsewhere"),
     ],
 )
-def test_what_is_no_loss_is_refused(own: None, table: dict[str, Any], name: str) -> None:
+def test_invalid_losses_are_refused(
+    own: None, make_federation: MakeFederation, table: dict[str, Any], name: str
+) -> None:
     with pytest.raises(SpecError, match=rf"^\[loss\]: .*{name}"):
-        build_loss(table, "[loss]", 5)
+        _ = make_federation(loss=table).loss
 
 
 # ------------------------------------------------------------------------------------------------------- in a federation
@@ -318,7 +321,7 @@ def test_labels_of_several_examples_are_optimised_also_under_a_loss_of_whole_cla
 
 
 def test_a_loss_of_whole_classes_as_one_of_probabilities_is_the_same(own: None) -> None:
-    focal = build_loss({"use": "mylosses:focal"}, "[loss]", 5)
+    focal = named_loss({"use": "mylosses:focal"}, "[loss]")
     logits, y = torch.randn(3, 5), torch.tensor([0, 4, 4])
     assert torch.allclose(Expected(focal, False)(logits, F.one_hot(y, 5).float()), focal(logits, y))
     soft = torch.rand(3, 5).softmax(1)
@@ -399,7 +402,7 @@ def test_a_step_of_the_trainer_of_transformers_is_replayed_by_the_mean_over_word
 
 
 def test_next_token_is_a_mean_takes_probabilities_and_ignores_padding() -> None:
-    loss = build_loss({"use": "next_token"}, "[loss]", 5)
+    loss = named_loss({"use": "next_token"}, "[loss]")
     assert predicts_tokens(loss) and is_mean(loss, 5) and takes_probabilities(loss, 5)
     rng = torch.Generator().manual_seed(0)
     logits, y = torch.randn(2, 5, 5, generator=rng), torch.tensor([[0, 1, 2, -100, -100], [4, 3, 2, 1, 0]])
@@ -443,5 +446,6 @@ def one_logit(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     ("loss", "name"), [("probabilities", "it takes probabilities"), ("one_logit", "it takes one logit")]
 )
 def test_a_loss_of_another_form_is_refused_with_what_to_change(loss: str, name: str) -> None:
+    table, y = {"use": f"tests.client.models.test_losses:{loss}"}, torch.arange(6) % 2
     with allowing(["tests"]), pytest.raises(SpecError, match=name):
-        build_loss({"use": f"tests.client.models.test_losses:{loss}"}, "[loss]", 2)
+        fitted_loss(named_loss(table, "[loss]"), table, "[loss]", (torch.randn(6, 2), y, torch.zeros(6, 1)), y, 2)

@@ -174,7 +174,7 @@ def test_a_users_loss_is_taken_and_the_label_of_one_example_restored(
         ("classes", {"use": "focal", "gamma": -1}, {}, "gamma"),
     ],
 )
-def test_what_cannot_be_trained_is_named_before(
+def test_untrainable_scenarios_are_named_before_training(
     labels: str, loss: dict[str, Any], model: dict[str, Any], word: str
 ) -> None:
     with pytest.raises(SpecError, match=word):

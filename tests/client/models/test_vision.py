@@ -89,13 +89,6 @@ def test_convnet_refuses_images_that_its_pools_empty() -> None:
         vision.convnet((1, 8, 30), 2)
 
 
-def test_the_classifier_is_the_last_fully_connected_layer() -> None:
-    assert vision.last_linear(vision.lenet(MNIST, 10)) == "linear"
-    assert vision.last_linear(vision.mlp(MNIST, 10, hidden=[4, 4])) == "5"
-    with pytest.raises(ValueError, match="connected"):
-        vision.last_linear(nn.Sequential(nn.Conv2d(1, 1, 1)))
-
-
 def test_resnet20_has_the_published_names_and_its_weights_classify_cifar10(local_file: Callable[[str], Path]) -> None:
     from safetensors.torch import load_file
 

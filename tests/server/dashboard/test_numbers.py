@@ -12,7 +12,7 @@ import pytest
 import fedgauge.server.dashboard.web
 import fedgauge.server.views.gallery
 from fedgauge.client.inspection.policy import REASON
-from fedgauge.defenses.accounting import spent
+from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, expected_jobs
@@ -121,7 +121,7 @@ def test_every_point_has_its_epsilon(
     run = make_taped(folder / "private", chosen)
     score_all(run, 20.0)
     score_all(make_taped(folder / "signed", make_scenario(chain=[local, {"use": "sign"}])), 20.0)
-    expected = spent(chosen.federation, {0: 2, 1: 2, 2: 2}, 1e-4)
+    expected = privacy_statement(chosen.federation, {0: 2, 1: 2, 2: 2}, 1e-4)
     told = get("/api/runs/private/overview")["privacy"]
     assert told["record"] == pytest.approx(expected.record, rel=1e-4)
     assert told["client"] == pytest.approx(expected.client, rel=1e-4)
@@ -138,13 +138,13 @@ def test_every_point_has_its_epsilon(
             3, [Participation(0, "missing"), Participation(1, "rejected", "a NaN"), Participation(2, "missing")]
         )
         ledger.record_round(3, 0.4, 2.0, 1.0, 0.01)
-    later = spent(chosen.federation, {0: 2, 1: 3, 2: 2}, 1e-4)
+    later = privacy_statement(chosen.federation, {0: 2, 1: 3, 2: 2}, 1e-4)
     assert later.record > expected.record
     assert get("/api/runs/private/overview")["privacy"]["record"] == pytest.approx(later.record, rel=1e-4)
     with run.ledger() as ledger:
         ledger.record_intake(4, [Participation(1, "missing", f"{REASON}: its rows", alarm=True)])
         ledger.record_round(4, 0.4, 2.0, 1.0, 0.01)
-    silent = spent(chosen.federation, {1: 4}, 1e-4)
+    silent = privacy_statement(chosen.federation, {1: 4}, 1e-4)
     assert get("/api/runs/private/overview")["privacy"]["record"] == pytest.approx(silent.record, rel=1e-4)
 
 

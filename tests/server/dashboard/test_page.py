@@ -360,7 +360,7 @@ def hostile(tmp_path: Path, make_scenario: Callable[..., Scenario]) -> Run:
     return run
 
 
-def test_what_others_wrote_is_text_and_runs_nothing(watched: Watched, hostile: Run) -> None:
+def test_foreign_text_is_never_executed(watched: Watched, hostile: Run) -> None:
     with serving(hostile.folder.parent, seen_by=watched) as address:
         for path in ("/", "/run/hostile", "/run/hostile/gallery", "/compare"):
             page = watched.open(address + path)

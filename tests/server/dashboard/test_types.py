@@ -62,6 +62,6 @@ def test_a_script_asks_for_nothing_that_the_type_has_not(variable: str) -> None:
         Axis,
     ],
 )
-def test_a_type_has_nothing_that_no_page_reads(kind: type) -> None:
+def test_every_field_of_a_type_is_read_by_a_page(kind: type) -> None:
     words = set(re.findall(r"\w+", SCRIPTS + TEMPLATES))
     assert names(kind) - words - {"digits"} == set()

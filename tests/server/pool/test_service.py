@@ -226,7 +226,7 @@ def test_a_job_that_comes_with_the_end_of_the_training_is_not_missed(kit: Any, t
     assert progress(run) == Progress(done=12)
 
 
-def test_two_pools_on_one_run_are_one_too_many(kit: Any, tmp_path: Path) -> None:
+def test_a_second_pool_on_a_run_is_refused(kit: Any, tmp_path: Path) -> None:
     run = kit.make_run(tmp_path / "run", kit.scenario())
     with run.lock("audit"), pytest.raises(RunBusy):
         serve(run, LocalExecutor())

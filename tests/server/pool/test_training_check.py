@@ -51,7 +51,7 @@ def attacked(run: Run) -> tuple[dict[str, str], dict[str, str]]:
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["weights", "differences"])
-def test_what_does_not_fit_is_a_warning_from_its_round_on(wrong: bool, tmp_path: Path) -> None:
+def test_mismatches_are_warned_of_from_their_round_on(wrong: bool, tmp_path: Path) -> None:
     meta, cards = attacked(foreign_run(tmp_path / "run", wrong))
     found = {(round, client): fields["fits"] for round, client, fields in json.loads(meta["training_by_round"])}
     assert found == {(1, 0): True, (1, 1): True, (2, 0): not wrong, (2, 1): not wrong}

@@ -424,7 +424,7 @@ UNSAVABLE = {
 
 
 @pytest.mark.parametrize("what", UNSAVABLE)
-def test_what_no_checkpoint_can_hold_is_named(tmp_path: Path, what: str) -> None:
+def test_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path, what: str) -> None:
     with pytest.raises(checkpoint.StateNotSavable, match=r"deep\['x'\](\[0\])?"):
         Checkpoint(1, {}, {}, {"deep": {"x": [UNSAVABLE[what]]}}, ()).write(tmp_path)
     assert list(tmp_path.iterdir()) == []

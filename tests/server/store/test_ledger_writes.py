@@ -230,9 +230,7 @@ def test_a_retry_that_is_cut_off_changes_nothing(path: Path) -> None:
     ("attack", "metric"),
     [("a", "rouge1"), ("bayes_limit", "mse"), ("candidate_bound", "mse"), ("membership_limit", "membership")],
 )
-def test_what_failed_leaves_a_row_of_the_runs_main_metric_or_the_limits_own(
-    path: Path, attack: str, metric: str
-) -> None:
+def test_a_failed_attack_leaves_a_row_of_its_main_metric(path: Path, attack: str, metric: str) -> None:
     with filled(path, plan_of(attack)) as ledger:
         ledger.set_meta(main_metric="rouge1")
         ledger.fail(take(ledger), "gone")

@@ -127,7 +127,7 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
         ({"attack": [{"iterations": 3}]}, '[[attack]] #1: needs use = "name", got None; an attack is one of '),
         (
             {"attack": [{"use": "dlg", "rat": 1.0}]},
-            "[[attack]] #1: dlg() has no argument 'rat' (it has: ",
+            "[[attack]] #1: unknown key 'rat' (it has: ",
         ),
         (
             {"attack": [{"use": "dlg"}, {"use": "dlg", "iterations": 9}]},
@@ -146,18 +146,18 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
         ({"audit": {"workers": 0}}, "[audit]: workers must be at least 1, got 0"),
         (
             {"audit": {"worker": 1}},
-            "[audit]: unknown key 'worker' (it has: rounds, every, clients, wave, seed, curious, executor, workers, devices, ",
+            "[audit]: unknown key 'worker' (it has: ",
         ),
         ({"tape": {"kep": "all"}}, "[tape]: unknown key 'kep' (it has: keep, retention_days, replies)"),
         ({"audit": {"rounds": [1], "every": 2}}, "[audit]: every has no effect"),
         ({"audit": {"curious": "no"}}, "[audit]: curious must be true or false, got 'no'"),
         ({"model": {"use": "mlp", "hidden": [2**63]}}, "[model]: hidden[0] must fit in 64 bits"),
         ({"simulation": {"round_timeout": 0}}, "[simulation]: round_timeout must be above 0, got 0.0"),
-        ({"stragglers": {"probability": 1.0}}, "[stragglers]: probability must be in [0, 1), got 1.0"),
+        ({"stragglers": {"probability": 1.0}}, "[stragglers]: probability must be at least 0 and below 1, got 1.0"),
         ({"chain": [CLIP]}, "[[chain]]: a chain needs one local_sgd, local_training or scaffold"),
         (
             {"chain": [{"use": "clip", "max_nrom": 1.0}, SGD]},
-            "[[chain]] #1: clip() has no argument 'max_nrom' (it has: max_norm, each)",
+            "[[chain]] #1: unknown key 'max_nrom' (it has: max_norm, each)",
         ),
     ],
     ids=str,

@@ -208,8 +208,14 @@ class Counting(MemoryGrid):
         return [node for node, kind in self.asked if kind == "query.grade"]
 
 
-def grader(run: Run, ledger: Ledger, grid: Counting, grace: float = 0.0) -> ClientGrader:
-    return ClientGrader(run, ledger, grid, grid.clients, small().protocol, timeout=30.0, grace=grace)
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No attack service comes back in these tests."""
+    monkeypatch.setattr("fedgauge.server.strategy.client_grading.GRACE", 0.0)
+
+
+def grader(run: Run, ledger: Ledger, grid: Counting) -> ClientGrader:
+    return ClientGrader(run, ledger, grid, grid.clients, small().protocol, timeout=30.0)
 
 
 def test_one_query_a_client_and_round_and_none_again(tmp_path: Path) -> None:
@@ -261,7 +267,7 @@ def test_a_client_that_never_answers_is_waited_for_once_in_training_and_once_at_
     with run.ledger() as ledger, flower():
         grid.mute = {2}
         grid.waited.clear()  # the training's own
-        asks = ClientGrader(run, ledger, grid, grid.clients, small().protocol, timeout=300.0, grace=0.0)
+        asks = ClientGrader(run, ledger, grid, grid.clients, small().protocol, timeout=300.0)
         for _ in range(3):
             asks.ask()
         assert grid.queries.count(2) == 1, "it let one question pass"

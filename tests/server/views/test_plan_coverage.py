@@ -163,7 +163,7 @@ REFUSED = Participation(1, "rejected", "not finite")
         pytest.param([], 2, {}, (3,), id="never trained"),
     ],
 )
-def test_what_was_sent_and_not_attacked_counts(
+def test_updates_that_were_sent_but_not_attacked_count(
     tmp_path: Path,
     last: list[Participation],
     updates: int,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedgauge.client.models.vision import lenet
-from fedgauge.simulations.benchmarks.__main__ import BENCHMARKS, RESULTS, main, readme
+from fedgauge.simulations.benchmarks.__main__ import BENCHMARKS, RESULTS, main
 from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, DIGITS, PUBLISHED, SpeedCase, engine, problem
 from fedgauge.simulations.benchmarks.intercept import InterceptCase, intercept
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure
@@ -99,7 +99,6 @@ def test_results_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert kept["environment"]["packages"]["torch"] == torch.__version__
     assert kept["environment"]["cores"] == os.cpu_count()
     assert kept["date"].endswith(" UTC")
-    assert "| speed | 7.25 | x | >= 6 | yes |  |" in (tmp_path / "README.md").read_text()
 
 
 def test_a_missed_target_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +107,6 @@ def test_a_missed_target_is_the_exit_status(tmp_path: Path, capsys: pytest.Captu
     assert "NO" in capsys.readouterr().out
 
 
-def test_the_kept_results_are_what_their_readme_shows() -> None:
-    stored = [json.loads(path.read_text()) for path in sorted(RESULTS.rglob("*.json"), key=lambda path: path.name)]
+def test_the_results_of_every_benchmark_are_kept() -> None:
+    stored = [json.loads(path.read_text()) for path in RESULTS.rglob("*.json")]
     assert {r["benchmark"] for r in stored} == {*BENCHMARKS, "gpu", "zoo"}
-    assert (RESULTS / "README.md").read_text() == readme(stored)

@@ -54,7 +54,7 @@ def tried(planned: Scenario) -> dict[str, CheckResult]:
     return {result.name: result for result in check_attacks(planned)}
 
 
-def test_what_fails_is_named_and_what_is_not_applicable_is_a_note(own: None) -> None:
+def test_failures_are_named_and_inapplicable_attacks_are_notes(own: None) -> None:
     found = tried(
         scenario(
             {"use": "own_attacks:broken"},

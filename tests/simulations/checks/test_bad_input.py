@@ -82,9 +82,7 @@ def test_what_no_client_can_train_with_or_nobody_can_replay_is_refused_in_one_se
 
 
 @pytest.mark.parametrize(("changes", "named"), WARNED.values(), ids=list(WARNED))
-def test_what_cannot_be_attacked_or_replayed_as_it_is_is_said_before_training(
-    changes: dict[str, Any], named: str
-) -> None:
+def test_scenarios_without_attack_or_replay_are_reported_before_training(changes: dict[str, Any], named: str) -> None:
     told: list[str] = []
     with suppress(SpecError):  # if for this very reason no planned attack works
         told.extend(warnings_before(Scenario.from_tables(TABLES | changes)))
@@ -101,7 +99,7 @@ def test_what_cannot_be_attacked_or_replayed_as_it_is_is_said_before_training(
     {"chain": [LOCAL, {"use": "prune", "keep": 0.3}, {"use": "laplace", "scale": 0.1}, {"use": "freeze", "layers": ["conv"]}]},
     {"clients": 4, "secure_sum": {"group": 2}}, {"chain": [{**LOCAL, "steps": 2, "batch_size": 1}]},
 ])  # fmt: skip
-def test_what_has_nothing_wrong_raises_no_alarm(changes: dict[str, Any]) -> None:
+def test_honest_weights_raise_no_alarm(changes: dict[str, Any]) -> None:
     assert list(warnings_before(Scenario.from_tables(TABLES | changes))) == []
 
 

@@ -50,13 +50,13 @@ def lived(state: ClientFolder) -> None:
         "graded",
         round=1,
         run=RUN,
-        told=reported,
+        reported=reported,
         answered=2,
         precision=0.5,
         exact=exact,
         refused={"idlg": "too many"},
     )
-    state.note("graded", round=1, run=RUN, told=reported, answered=2, precision=0.5, exact={}, refused={})
+    state.note("graded", round=1, run=RUN, reported=reported, answered=2, precision=0.5, exact={}, refused={})
     state.note("withheld", run=RUN, round=3, entries=ENTRIES, cause="its norm is 9, above max_norm 5")
     for _ in range(2):
         state.note("refused", run=RUN, what="train", reason="this client has already answered in round 2 of this run")
@@ -79,7 +79,7 @@ def test_a_name_that_the_server_gave_is_text(tmp_path: Path, capsys: pytest.Capt
     path, state = write(tmp_path)
     lived(state)
     state.note(
-        "graded", round=2, run=RUN, told={name: [30.0]}, answered=3, precision=0.5, exact={name: [30.1]}, refused={}
+        "graded", round=2, run=RUN, reported={name: [30.0]}, answered=3, precision=0.5, exact={name: [30.1]}, refused={}
     )
     assert main(["doctor", str(path)]) == 0
     out = capsys.readouterr().out

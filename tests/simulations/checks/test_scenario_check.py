@@ -145,7 +145,7 @@ def test_data_that_come_otherwise_each_time_are_reported(examine: Examine) -> No
     assert told["data, built again"] == "two builds"
 
 
-def test_what_only_costs_something_is_a_note(examine: Examine) -> None:
+def test_costs_are_notes(examine: Examine) -> None:
     assert wrong(examine(loss={"use": "doctored:total"})) == {}
     assert noted(examine(model={"use": "doctored:Dropped"})) == {"dropout": "dropout"}
     assert wrong(examine(model={"use": "doctored:Idle"})) == {}

@@ -96,7 +96,7 @@ def test_attacks_that_all_failed_are_a_failure_that_says_why(
     assert "attacks failed" in listed and "12/16, 4 failed" in listed and "complete" not in listed
 
 
-def test_what_failed_is_tried_again_and_ends_as_if_it_had_never_failed(
+def test_failed_attacks_are_retried_and_end_as_without_the_failure(
     tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = taped_with(tmp_path, USE, {"use": "analytic"})

@@ -55,7 +55,7 @@ def test_a_run_that_leaks_fails_and_a_higher_threshold_holds(attacked: Run, caps
     assert gate(run, "--fail-above", "worst.psnr=59") == 1
 
 
-def test_what_no_attack_measured_does_not_pass(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unmeasured_metrics_do_not_pass(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert gate(str(attacked.folder), "--fail-above", "membership=.7", "--fail-above", "psnr=60") == 3
     assert "--attack membership" in capsys.readouterr().out
     assert gate(str(attacked.folder), "--fail-above", "epsilon=1") == 3
@@ -73,7 +73,7 @@ def test_a_value_of_an_unfinished_audit_passes_nothing(attacked: Run) -> None:
 
 
 @pytest.mark.parametrize("metric", ["psnr", "worst.psnr"])
-def test_what_nobody_graded_lets_nothing_pass(attacked: Run, metric: str) -> None:
+def test_ungraded_reconstructions_let_no_gate_pass(attacked: Run, metric: str) -> None:
     """A deployment's clients may grade a weak reconstruction and leave a stronger one out."""
     with read_once(attacked) as reading:
         (before,) = gate_of_run(reading, [Threshold(metric, 1000.0, True)])
@@ -117,7 +117,10 @@ def test_a_failed_check_of_the_run_lets_nothing_pass(attacked: Run, doubt: str) 
     [
         ([], "threshold"),
         (["--junit", "x.xml"], "threshold"),
-        (["--fail-above", "psnrr=20"], "'psnrr'"),
+        (["--fail-above", "psnrr=20"], "did you mean psnr?"),
+        (["--fail-above", "anybody_membership=.7"], "did you mean round_membership or"),  # its name before 0.1
+        (["--fail-above", "held_membership=.7"], "or dataset_membership?"),
+        (["--fail-above", "leakage=1"], "there are: psnr"),
         (["--fail-above", "mse=.1"], "--fail-below"),
         (["--fail-below", "psnr=20"], "--fail-above"),
     ],
@@ -130,7 +133,7 @@ def test_a_mistake_is_one_sentence(
 
 
 @pytest.mark.parametrize("text", ["psnr", "psnr=", "psnr=nan", "psnr=inf", "psnr=a"])
-def test_what_is_no_threshold_is_refused(attacked: Run, text: str) -> None:
+def test_invalid_thresholds_are_refused(attacked: Run, text: str) -> None:
     with pytest.raises(SystemExit) as ended:
         gate(str(attacked.folder), "--fail-above", text)
     assert ended.value.code == 2

@@ -60,7 +60,7 @@ def test_a_run_of_which_everything_is_done_is_no_failure(attacked: Run) -> None:
     assert [state_after(attacked, s) for s in ("failed", "interrupted")] == ["failed", "interrupted"]
 
 
-def test_what_is_left_to_do_is_said_in_every_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remaining_work_is_reported_in_every_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenario = Scenario.from_tables(TABLES)
     run = new_run(scenario, "stopped", tmp_path / "runs")
 
@@ -96,10 +96,10 @@ def test_the_end_of_a_deployment_says_who_was_missing_and_how_to_be_graded(
             ledger.record_intake(round, seen, scenario.plan)
         ledger.set_meta(grading="not graded: the owner does not allow it")
         ledger._db.execute("UPDATE jobs SET state = 'done', graded = 'the owner does not allow it'")
-    words = "2 of 4 updates came in; client 1 missing in 2 rounds: 'mynets:Small' is not allowed"
+    words = "2 of 4 updates arrived; client 1 missing in 2 rounds: 'mynets:Small' is not allowed"
     for log in ("auto", "quiet"):
         print_summary(run, log)
         told = capsys.readouterr()
         assert words in (told.out if log == "auto" else told.err)
         if log == "auto":
-            assert 'mode = "scores" under [grading]' in told.out and "labels are graded by no client" in told.out
+            assert 'mode = "scores" under [grading]' in told.out and "no client grades labels" in told.out

@@ -21,7 +21,7 @@ def test_init_writes_a_scenario_that_is_accepted(tmp_path: Path, capsys: pytest.
         assert main(["init", "--data", kind, str(tmp_path / f"{kind}.toml")]) == 0
 
 
-def test_what_this_machine_lacks_is_not_said_to_work(
+def test_missing_parts_of_this_machine_are_not_reported_as_working(
     no_local_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fedgauge.simulations.checks.machine._ray", lambda: "not started here")

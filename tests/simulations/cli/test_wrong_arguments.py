@@ -67,7 +67,7 @@ def ended(arguments: list[str]) -> int | str | None:
 
 
 @pytest.mark.parametrize(("form", "place"), CASES)
-def test_a_place_that_is_not_what_a_command_needs_is_named(
+def test_unsuitable_paths_are_named(
     places: dict[str, Path],
     form: str,
     place: str,

@@ -174,7 +174,7 @@ def test_secrets_travel_as_files_and_each_reaches_only_who_needs_it(file: dict[s
     assert used == set(file["secrets"]), "a secret that nobody uses need not be there"
 
 
-def test_what_a_command_opens_is_mounted(file: dict[str, Any]) -> None:
+def test_files_that_a_command_opens_are_mounted(file: dict[str, Any]) -> None:
     for name, service in file["services"].items():
         there = [v.split(":")[1] for v in service.get("volumes", [])]
         there += [s["target"] for s in service.get("secrets", [])]
@@ -200,7 +200,7 @@ def test_only_attack_workers_are_in_the_network_of_the_attack_and_it_has_no_way_
     assert all(SERVICES[name]["networks"] == ["attack"] for name in inside)
 
 
-def test_the_image_runs_as_nobody_special_and_installs_what_is_pinned() -> None:
+def test_the_image_runs_unprivileged_and_installs_pinned_versions() -> None:
     text = (ROOT / "Dockerfile").read_text()
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE)[-1] == "10001:10001"
     installs = re.findall(r"pip install.*$", text, re.MULTILINE)

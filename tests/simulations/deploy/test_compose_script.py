@@ -91,7 +91,7 @@ def test_services_elsewhere_are_not_started_and_their_keys_not_needed(folder: Pa
     ],
     ids=["no engine", "compose 1", "no compose", "no image", "image without format", "old image"],
 )
-def test_it_refuses_an_engine_or_image_that_cannot_do_it(folder: Path, engine: dict[str, str], remedy: str) -> None:
+def test_it_refuses_an_unsuitable_engine_or_image(folder: Path, engine: dict[str, str], remedy: str) -> None:
     status, said, asked = call(folder, "up", **engine)
     assert status == 2 and remedy in said and not started(asked)
 

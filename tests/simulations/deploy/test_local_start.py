@@ -112,7 +112,7 @@ def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     assert "ending the services" in done.stderr and " of 3 clients" not in done.stderr, "all took part"
-    assert "graded by the clients, to 0.5 dB" in done.stdout and "labels are graded by no client" in done.stdout
+    assert "graded by the clients, to 0.5 dB" in done.stdout and "no client grades labels" in done.stdout
     run = Run.open(Path(done.stdout.strip().splitlines()[-1]))
     assert run.folder == deployment.runs()[0].folder
 

@@ -80,7 +80,7 @@ def test_where_every_client_refuses_the_run_has_failed_and_says_why(foreign: Dep
             reasons = [(o["client"], "this client does not build it" in o["reason"]) for o in ledger.observations(3)]
             assert reasons == [(0, True), (1, True), (2, True)]
             why = none_accepted(ledger, ended=True)
-            assert why.startswith("no round got an update: 0 of 9 updates came in; client 0 missing in 3 rounds: ")
+            assert why.startswith("no round got an update: 0 of 9 updates arrived; client 0 missing in 3 rounds: ")
             ledger.set_meta(state="failed", empty=why)
             assert state_of(run, ledger) == "failed", "although all its rounds are over"
         with closing(RunSnapshot(run)) as reading, reading.now():
@@ -98,7 +98,7 @@ def test_an_owner_who_lets_the_code_be_loaded_takes_part_and_the_others_are_repo
         with run.ledger() as ledger:
             assert none_accepted(ledger, ended=True) == ""
             assert participation(ledger.observations()).startswith(
-                "3 of 9 updates came in; client 0 missing in 3 rounds"
+                "3 of 9 updates arrived; client 0 missing in 3 rounds"
             )
 
 
@@ -119,7 +119,7 @@ def test_a_client_that_is_away_has_a_row_that_says_so(made: Deployment, tmp_path
         seen = [(o["round"], o["client"], o["status"]) for o in ledger.observations()]
         assert seen == [(r, c, "missing" if c == 1 else "accepted") for r in (1, 2, 3) for c in range(3)]
         assert participation(ledger.observations()) == (
-            f"6 of 9 updates came in; client 1 missing in 3 rounds: {CLIENT_ABSENT}"
+            f"6 of 9 updates arrived; client 1 missing in 3 rounds: {CLIENT_ABSENT}"
         )
 
 

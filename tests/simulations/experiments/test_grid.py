@@ -40,7 +40,7 @@ def test_the_first_axis_varies_slowest_and_its_tables_are_joined_with_those_at_t
     assert [[spec.name for spec in cell.attacks] for cell in cells] == 2 * [["ig", "analytic"], ["ig"]]
 
 
-def test_what_holds_for_some_cells_only_names_them_and_the_last_one_holds() -> None:
+def test_settings_for_some_cells_name_them_and_the_last_wins() -> None:
     where = [
         {"defenses": ["sign"], "n": 2, "attacks": {"i*": {"iterations": 7}}},
         {"defenses": ["sign"], "sizes": ["B=2"], "n": 1},

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.server.views.intervals import clustered_interval
-from fedgauge.simulations.experiments.measures import all_measures, measured, metric_of
+from fedgauge.server.views.scores import Scores
+from fedgauge.simulations.experiments.measures import AttackOutcome, all_measures, measured, metric_of
 from tests.simulations.experiments.small_tables import of_scores, outcome
 
 
@@ -29,6 +31,12 @@ def test_a_measure_reads_one_metric_and_has_no_value_without_it() -> None:
     )
     assert [metric_of(m) for m in ("verbatim", "success_gain", "exact_sentence")] == ["psnr", "mse", "exact"]
     assert measured("lpips_vgg", outcome([1e-4, 1e-4], [1, 1]), None) == (None, None, None), "without its weights"
+
+
+def test_a_measure_of_whole_batches_is_of_so_many_batches() -> None:
+    rows = [(1, client, "attack", WHOLE_BATCH, "class_detected", "converged", 1.0) for client in range(3)]
+    assert AttackOutcome(Scores.empty().extended(rows), np.ones(3), 0, 0.0, {}).examples == 3
+    assert outcome([1e-4, 1.0], [1, 1]).examples == 2
 
 
 def test_intervals_resample_updates_and_one_update_gives_none() -> None:

@@ -78,7 +78,7 @@ def test_sentences_that_are_read_exactly_score_100_and_random_words_little() -> 
     assert rows["exact_sentence"].floor == 0
 
 
-def test_what_found_no_words_is_graded_as_none_and_says_why() -> None:
+def test_an_attack_without_words_is_graded_as_empty_with_its_reason() -> None:
     rows = run(sentences({"batch_size": 2}))
     assert [row.here for row in rows] == [0] * 4
     for row in rows:
@@ -155,9 +155,9 @@ def test_a_table_of_ones_own_is_one_file(own_table: Path, capsys: pytest.Capture
     [
         ('axes = ["defense"]', 'axes = ["defence"]', "'defense'"),
         ("mydefense:fog", "mydefense:fogg", "'mydefense:fogg'"),
-        ("myattack:quotient", "dlgg", "'dlg'"),
+        ('use = "myattack:quotient"', 'use = "dlgg"\nname = "quotient"', "'dlg'"),
         ("none.quotient", "non.quotient", "'non'"),
-        ("[reference]", "[reference", "TOML"),
+        ("[reference]", "[reference", "line"),
         ("n = 4", "m = 4", "'m'"),
     ],
 )

@@ -28,7 +28,7 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("toys")
-def test_what_was_interrupted_continues_where_it_stopped(
+def test_an_interrupted_table_continues_where_it_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second cell is interrupted; the second call attacks only that cell."""
@@ -112,7 +112,7 @@ def test_a_file_of_anything_else_is_refused(
 
 
 @pytest.mark.parametrize("text", ["figures", "[]", '{"rows": []}'])
-def test_what_is_no_file_of_figures_is_refused_with_status_2(tmp_path: Path, text: str) -> None:
+def test_foreign_files_are_refused_with_status_2(tmp_path: Path, text: str) -> None:
     path = tmp_path / "figures.json"
     path.write_text(text)
     assert main(["reproduce", "dlg", "--n", "1", "--budget", "1", "-o", str(path)]) == 2

@@ -97,7 +97,7 @@ def test_errors_are_events_as_well_as_words(taped: Run, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("log", ["quiet", "json"])
-def test_what_fails_is_reported_in_every_mode(taped: Run, capsys: pytest.CaptureFixture[str], log: str) -> None:
+def test_failures_are_reported_in_every_log_mode(taped: Run, capsys: pytest.CaptureFixture[str], log: str) -> None:
     damaged = sorted((taped.folder / "tape").glob("round-00002-client-*"))[0]
     damaged.write_bytes(damaged.read_bytes()[:100])
     assert main(["audit", str(taped.folder), "--log", log]) == 1

@@ -51,7 +51,7 @@ def test_rows_written_during_a_reading_are_not_lost(ledger: Ledger, run: Run) ->
         assert len(versions) > 2
 
 
-def test_how_the_jobs_stand(tmp_path: Path) -> None:
+def test_the_states_of_jobs_are_counted(tmp_path: Path) -> None:
     made = Run.create(tmp_path / "run", Scenario.from_tables({**TABLES, "audit": {"rounds": [1, 2], "workers": 3}}))
     with made.ledger() as ledger, closing(RunSnapshot(made)) as reading:
 

@@ -120,7 +120,7 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("linear", "network", marks=FULL),
     ],
 )
-def test_what_no_attack_fits_is_recorded_and_said(name: str, code: str, folder: Path) -> None:
+def test_apps_without_a_fitting_attack_are_recorded_with_the_reason(name: str, code: str, folder: Path) -> None:
     found = rehearsed(folder)
     assert [problem.code for problem in found.draft.fatal] == [code]
     prune(found.run, 0, time.time() + 60)

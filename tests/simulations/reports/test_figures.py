@@ -32,7 +32,7 @@ def written(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_plot_is_a_file_of_both_kinds_for_its_owner_only(written: Path) -> None:
-    names = [*(f"leakage-{m}" for m in METRICS), "success", "gallery"]
+    names = [*(f"leakage-{m}" for m in METRICS), "success"]
     assert sorted(p.name for p in written.iterdir()) == sorted(f"{n}.{kind}" for n in names for kind in ("png", "svg"))
     assert {p.stat().st_mode & 0o777 for p in written.iterdir()} == {0o600}
 
@@ -109,4 +109,4 @@ def test_names_are_text_and_no_formula(tmp_path: Path) -> None:
     assert hostile.replace("/", "-") in words
     assert "_hidden" in words, "Matplotlib leaves names that begin so out of its own legends"
     assert not [e for e in page.iter() if e.tag.endswith("}script")]
-    assert len(paths) == 2 * 3
+    assert len(paths) == 2 * 2

@@ -46,7 +46,7 @@ def test_a_report_is_shown_whole_and_shut_in(copied: Run) -> None:
     assert html.unescape(frame[1]) == (copied.folder / "report.html").read_text()
 
 
-def test_what_others_wrote_is_text_not_markup(tmp_path: Path) -> None:
+def test_foreign_text_is_never_markup(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "a<i>run", scenario())
     with run.ledger() as ledger:
         ledger.set_meta(replay="mismatch", replay_detail=HOSTILE)

@@ -116,7 +116,7 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
     order = [words.index(w, start) for w in ("The clients' images", "contains personal data", "Accuracy and leakage")]
     assert order == sorted(order)
     for needed in (
-        "4 of 6 updates came in; client 2 rejected in 2 rounds",
+        "4 of 6 updates arrived; client 2 rejected in 2 rounds",
         "ok: cosine 1.0000000",
         "exact to rounding",
         'use = "mnist5k"',
@@ -126,7 +126,7 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
     assert "safe" not in words.replace("safetensors", "")
 
 
-def test_what_others_wrote_is_text_not_markup(tmp_path: Path) -> None:
+def test_foreign_text_is_never_markup(tmp_path: Path) -> None:
     chosen = scenario(attack=[])
     run = Run.create(tmp_path / "a<i>run", chosen)
     hostile = PlannedAttack("<img src=x onerror=alert(1)>", {"use": "mean_image", "x": HOSTILE})

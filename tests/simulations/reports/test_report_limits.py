@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedgauge.defenses.accounting import spent
+from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_types import DEPLOYMENT, REPEATED, Participation
@@ -95,12 +95,12 @@ def test_noise_over_clipping_is_certified(hidden: Run) -> None:
 
 def test_epsilon_is_reported_with_the_figures(hidden: Run) -> None:
     chosen = hidden.scenario()
-    expected = spent(chosen.federation, {0: 2, 1: 2})
+    expected = privacy_statement(chosen.federation, {0: 2, 1: 2})
     assert f"Differential privacy: epsilon {expected.record:.3g} for one record replaced" in page_of(hidden).words
     rows = list(csv.DictReader(io.StringIO(exported(hidden))))
     by_round = {int(r["round"]): float(r["epsilon"]) for r in rows}
     assert by_round[2] == pytest.approx(expected.record)
-    assert by_round[1] == pytest.approx(spent(chosen.federation, {0: 1, 1: 1}).record)
+    assert by_round[1] == pytest.approx(privacy_statement(chosen.federation, {0: 1, 1: 1}).record)
     assert {float(r["delta"]) for r in rows} == {1e-5}
 
 
@@ -112,7 +112,7 @@ def test_a_withheld_update_counts_in_the_export_as_its_owner_counts_it(tmp_path:
         sent = [(o["round"], o["client"]) for o in ledger.observations() if may_have_sent(o, deployed=False)]
         spending, federation = Spending(run.scenario(), ledger, sent), run.scenario().federation
     for round, counted in ((2, 2), (3, 3), (4, 3)):
-        assert spending.record(0, round) == spent(federation, {0: counted}).record
+        assert spending.record(0, round) == privacy_statement(federation, {0: counted}).record
 
 
 def test_a_deployments_export_and_page_say_the_same_epsilon(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_server_that_was_not_curious(tmp_path: Path) -> None:
     page = page_of(run)
     assert "The server was not curious" in page.words
     assert "fedgauge audit" not in page.words, "there is nothing on the tape to audit"
-    assert "1 of 2 updates came in; client" in page.words
+    assert "1 of 2 updates arrived; client" in page.words
 
 
 def test_a_failed_attack_is_reported_with_its_error(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_run_is_pruned_when_its_newest_file_is_old_enough_and_not_before(run: 
     assert prune(run, 2, now=1000 + 9 * DAY) == 0
 
 
-def test_what_is_left_still_has_a_report_and_says_why_it_cannot_be_attacked(
+def test_a_pruned_run_still_has_a_report_with_the_reason_for_no_attack(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["prune", str(run.folder)]) == 0
