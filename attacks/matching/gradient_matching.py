@@ -82,7 +82,7 @@ class GradientMatching(Attack):
         Raises:
             SearchFails: that is impossible.
         """
-        started = time.perf_counter()
+        started, clock = time.perf_counter(), Deadline(budget.seconds)
         try:
             problems = self._problems(wave, known, budget.restarts, streams)
             rows, starts = torch.arange(problems.count), partial(problems.starts, streams=streams)
