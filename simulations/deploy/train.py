@@ -56,6 +56,9 @@ def start(deployment: Deployment, superlink: str, name: str, interrupt: Interrup
         TrainingFailed: the federation failed, or no attack service worked.
     """
     run, resumed = deployment.begin(name)
+    with run.lock("training"):  # the attack service follows, and compose starts it again
+        while run.at_work("server") and not interrupt.asked:  # the ServerApp trains on after a killed start
+            time.sleep(POLL)
     if run.model.exists():
         with run.ledger() as ledger, run.lock("training"):
             _wait_for_attacks(run, ledger, run.scenario(), interrupt)

@@ -33,7 +33,7 @@ fi
 # ---- an engine of its own
 printf '{"data-root":"%s/data","exec-root":"%s/exec","pidfile":"%s/pid","hosts":["%s"],"bridge":"none"}' "$WORK" "$WORK" "$WORK" "$DOCKER_HOST" > "$WORK/daemon.json"
 forwarding=$(cat /proc/sys/net/ipv4/ip_forward)
-iptables-save > "$WORK/rules"
+{ printf '*filter\n:FORWARD ACCEPT\nCOMMIT\n*nat\nCOMMIT\n'; iptables-save; } > "$WORK/rules" # empty, where there were none
 while iptables --delete FORWARD --jump DOCKER-USER 2> /dev/null; do :; done # an earlier engine's: this one's comes first
 setsid dockerd --config-file "$WORK/daemon.json" > "$WORK/dockerd.log" 2>&1 &
 engine=$!
@@ -196,6 +196,9 @@ one_host() {
   dd if=/dev/zero of=federation/runs/ballast bs=1M 2> /dev/null || say "the disk is full"
   ended 1 2 # of the ServerApp's failure, or of its own, whichever meets it first
   rm federation/runs/ballast
+  page "./compose.sh federation up --detach"
+  kill -9 "$(docker inspect -f '{{.State.Pid}}' "$(name start)")"
+  ended 137 # the ServerApp trains on
   page "./compose.sh federation up --detach"
   recorded 3
   fall ray-head

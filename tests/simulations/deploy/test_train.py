@@ -168,6 +168,29 @@ def test_a_complete_run_is_attacked_further_by_the_next_start(
     assert waiting > 0 and follows
 
 
+def test_a_start_waits_for_the_server_that_a_killed_start_left(
+    made: Deployment, make_scenario: Any, make_taped: Any
+) -> None:
+    run = make_taped(made.folder / "runs" / "left", make_scenario())
+    serve(run, LocalExecutor())
+    locked = threading.Event()
+
+    def train() -> None:
+        with run.lock("server"):
+            locked.set()
+            wait_for(lambda: run.at_work("training"))
+            time.sleep(1)  # in which the start would end
+            run.model.write_bytes(b"weights")
+
+    server = threading.Thread(target=train)
+    server.start()
+    locked.wait()
+    command = ["deploy", "start", str(made.folder), "--superlink", "here:1", "--name", "left"]
+    assert cli.main(command) == exit_status(run) != 2
+    assert run.model.exists()
+    server.join()
+
+
 def test_the_attack_service_waits_for_a_failed_training_to_be_continued(
     make_scenario: Any, make_taped: Any, tmp_path: Path
 ) -> None:
