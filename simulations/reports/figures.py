@@ -80,7 +80,7 @@ def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[s
                 written += _save(draw(spec), place / spec.name, about)
         if len(named) > 1:
             about = ". ".join(f"{i}: {r.run.name}. {_knowledge(r)}" for i, r in enumerate(named.values(), 1))
-            specs = [spec for metric in MEASURED if (spec := utility_figure(named, metric)) is not None]
+            specs = [drawn for metric in MEASURED if (drawn := utility_figure(named, metric)) is not None]
             compared = [spec for spec in specs if sum(bool(series.label) for series in spec.series) > 1]
             for spec in compared:
                 written += _save(draw(spec), folder / spec.name, about)
