@@ -193,6 +193,14 @@ optimizer.step()""",
         "train": "nn.functional.cross_entropy(net(x[:, 0]), y).backward()\noptimizer.step()",
         "start": "Conv().state_dict()",
     },
+    "segments": {
+        "further": "def segmenter():\n    return nn.Conv2d(1, 1, 3, padding=1)\n\n\n",
+        "network": "segmenter()",
+        "train": """mask = (x > 0.5).float()
+nn.functional.binary_cross_entropy_with_logits(net(x), mask).backward()
+optimizer.step()""",
+        "start": "segmenter().state_dict()",
+    },
     "summed": {
         "optimizer": "optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)",
         "train": """for images, labels in zip(x.split(4), y.split(4), strict=True):
@@ -321,6 +329,14 @@ for name, p in net.named_parameters():
     p.data -= 0.1 * gradients[name].mean(0)""",
     },
     # ----------------------------------------------------------------------------------------------- the clients
+    "retrying": {
+        "imports": "import sys\nimport time\n",
+        "train": f'print("Retrying in 1s", file=sys.stderr)\ntime.sleep(1)\n{PLAIN["train"]}',
+    },
+    "decaying": {
+        "optimizer": """rate = 0.1 / message.content["config"]["server-round"]
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)"""
+    },
     "unequal": {"count": "8 - partition % 2"},
     # ---------------------------------------------------------------------------------------------- the uploads
     "gradients": {
