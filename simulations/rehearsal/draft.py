@@ -432,7 +432,7 @@ def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -
 def only_first_round(draft: Draft, round: int) -> None:
     """Attack the first round only, as later ones train otherwise."""
     draft.add("[audit]", "later rounds train otherwise", rounds=[round])
-    why = f"later rounds train otherwise (SCAFFOLD's correction, another rate, other examples): only round {round} is attacked"
+    why = f"later rounds train otherwise (SCAFFOLD's correction, another rate, other examples); only round {round} is attacked"
     draft.note("rounds", why, "describe them in [[chain]], then change [audit] to attack more")
 
 
