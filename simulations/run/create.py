@@ -114,7 +114,9 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
         )
     with run.lock("training"), run.ledger() as ledger:
         if ledger.deployed and mode != DEPLOYMENT:
-            raise NotResumable(f"{run.folder} is no simulation: what began it continues it (fedgauge deploy up)")
+            raise NotResumable(
+                f"{run.folder} is no simulation: only what began it (fedgauge deploy up) can continue it"
+            )
         scenario = run.scenario()
         if run.model.exists():
             waiting = ledger.progress().waiting

@@ -203,7 +203,7 @@ def read_all(path: Path) -> None:
             ledger.finished(),
             ledger.pace(),
         ]
-        assert len(seen) == 13
+        assert len(seen) == 12
 
 
 def test_the_fuzz_reaches_what_it_is_meant_for(doorway: Any) -> None:

@@ -314,7 +314,7 @@ def test_honest_weights_are_sent_if_crafting_fails_later(
         ({"server_attack": [DEAD], "attack": [TARGET]}, "lone_target: it reads a secure sum"),
         ({"server_attack": [{"use": "trap_weight"}]}, "did you mean 'trap_weights'"),
         ({"server_attack": [{"use": FISHING["use"]}]}, "client 0 draws its batches anew"),
-        ({"server_attack": [DEAD], "model": {"use": "mlp", "hidden": []}}, "no layer with a bias"),
+        ({"server_attack": [DEAD], "model": {"use": "mlp", "hidden": []}}, "has a bias"),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_carried_out_is_refused(

@@ -113,14 +113,12 @@ def test_a_run_of_other_versions_says_which(stopped: Run, capsys: pytest.Capture
 
 
 def test_a_deployments_run_is_not_gone_on_with_as_a_simulation(
-    stopped: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stopped: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with stopped.ledger() as ledger:
         ledger.set_meta(mode="deployment")
         before = ledger.rounds()
-    assert "the server that began it" in refused(stopped, capsys), "of an app of somebody's own"
-    (tmp_path / "keys").mkdir()
-    assert f"fedgauge deploy up {tmp_path} --local" in refused(stopped, capsys)
+    assert "fedgauge deploy up" in refused(stopped, capsys)
     with stopped.ledger() as ledger:
         assert [tuple(r) for r in ledger.rounds()] == [tuple(r) for r in before], "nothing is trained"
     path = stopped.folder / "checkpoint.json"
