@@ -90,10 +90,8 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
     plan = {"folder": str(folder), "settings": dict(settings), "clients": clients + STRANGERS}
     try:
         command = ("fedgauge.simulations.rehearsal.train", str(run.folder.absolute()), json.dumps(plan))
-        with (
-            closing(OwnProcess(run, "app.log", *command, ray=False)) as process,
-            console.status("the app trains") as shown,
-        ):
+        process = OwnProcess(run, "app.log", *command, ray=False)
+        with closing(process), console.status("the app trains") as shown:
             while process.status() is None:
                 shown.update(Text(f"the app trains: {process.last_line()}", no_wrap=True, overflow="ellipsis"))
                 time.sleep(0.1)
@@ -180,8 +178,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
             for number, facts in zip(trained, observed.clients[node], strict=False):
                 _write_truth(run.folder / "truth", node, number, *(part[:n] for part in _examples(facts, form, target)))
         fit = int(SEVERAL / max(seconds, 1e-9))  # updates
-        limited = any(line[:2] == ("[audit]", "rounds") for line in draft.lines)
-        if not limited and fit < len(attacked) * len(own):
+        if fit < len(attacked) * len(own) and not any(line.key == "rounds" and line.table for line in draft.lines):
             some = sorted(numbers[node] for node in attacked)[: max(1, fit)]
             attack_some(draft, some, began, "updates take long to compute")
             draft.note(
@@ -213,9 +210,6 @@ def _proof(
 
     Uploads may be gradients, and a rate that was not observed is fitted: both are written into the draft, and also if the draft
     gives the first update and not the last, so that only the first round is attacked.
-
-    Args:
-        trained: facts of the client's training by round.
 
     Raises:
         UploadMismatch: the upload is not the network's.

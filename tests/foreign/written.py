@@ -196,9 +196,7 @@ optimizer.step()""",
     "segments": {
         "further": "def segmenter():\n    return nn.Conv2d(1, 1, 3, padding=1)\n\n\n",
         "network": "segmenter()",
-        "train": """mask = (x > 0.5).float()
-nn.functional.binary_cross_entropy_with_logits(net(x), mask).backward()
-optimizer.step()""",
+        "train": "nn.BCEWithLogitsLoss()(net(x), (x > 0.5).float()).backward()\noptimizer.step()",
         "start": "segmenter().state_dict()",
     },
     "summed": {
@@ -329,14 +327,8 @@ for name, p in net.named_parameters():
     p.data -= 0.1 * gradients[name].mean(0)""",
     },
     # ----------------------------------------------------------------------------------------------- the clients
-    "retrying": {
-        "imports": "import sys\nimport time\n",
-        "train": f'print("Retrying in 1s", file=sys.stderr)\ntime.sleep(1)\n{PLAIN["train"]}',
-    },
-    "decaying": {
-        "optimizer": """rate = 0.1 / message.content["config"]["server-round"]
-    optimizer = torch.optim.SGD(net.parameters(), lr=rate)"""
-    },
+    "retrying": {"train": PLAIN["train"] + "\nimport time\nprint('Retrying in 1s', flush=True)\ntime.sleep(1)"},
+    "decaying": {"optimizer": PLAIN["optimizer"].replace("0.1", '0.1 / message.content["config"]["server-round"]')},
     "unequal": {"count": "8 - partition % 2"},
     # ---------------------------------------------------------------------------------------------- the uploads
     "gradients": {
