@@ -128,9 +128,9 @@ def _importable() -> None:
 
 
 def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> dict[str, Any]:
-    """The same table with absolute paths; relative ones start from base.
+    """Return the table with absolute paths; relative ones start from base.
 
-    Flower's processes and later readers of the run work in other folders.
+    This is needed because Flower's processes and later readers of the run work in other folders.
     """
     try:
         paths = path_arguments(table, kind)
