@@ -128,9 +128,9 @@ def _importable() -> None:
 
 
 def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> dict[str, Any]:
-    """The same table with absolute paths; relative ones start from base.
+    """Return the table with absolute paths; relative ones start from base.
 
-    Flower's processes and later readers of the run work in other folders.
+    This is needed because Flower's processes and later readers of the run work in other folders.
     """
     try:
         paths = path_arguments(table, kind)
@@ -276,7 +276,7 @@ def _entry(name: str, where: str, kind: ComponentKind) -> Entry:
     """The registered component of a short name; no plug-in replaces fedgauge's own."""
     found = [entry for entry in kind.entries() if entry.name == name]
     if not found:
-        raise SpecError(f"{where}: nothing is called {name!r}; {_choices(name, kind)}")
+        raise SpecError(f"{where}: unknown component {name!r}; {_choices(name, kind)}")
     if not found[0].own and len(found) > 1:
         packages = " and ".join(entry.package for entry in found)
         raise SpecError(f"{where}: {name!r} is registered by {packages}: uninstall all but one of them")
@@ -285,7 +285,7 @@ def _entry(name: str, where: str, kind: ComponentKind) -> Entry:
 
 def _choices(name: str, kind: ComponentKind) -> str:
     """The short name nearest to this one, or else all of them."""
-    near = get_close_matches(name.rpartition(":")[2], kind.names(), 1, 0.7)
+    near = get_close_matches(name.rpartition(":")[2], kind.names(), 1, 0.6)
     return f"did you mean {near[0]!r}?" if near else f"{kind.noun} is one of {', '.join(kind.names())}"
 
 

@@ -63,7 +63,7 @@ class SecureSumOptions(Checked):
 
     @property
     def least(self) -> int:
-        """The threshold."""
+        """Smallest number of clients in a sum: `threshold`, or else the whole group."""
         return self.group if self.threshold is None else self.threshold
 
     def to_table(self) -> Table:

@@ -68,7 +68,7 @@ class UpdateFeatures:
         return self.hashed(flat(updates))
 
     def hashed(self, rows: Tensor) -> Tensor:
-        """Rows (n, entries) of updates, hashed into buckets if there are any."""
+        """Hash rows of updates (n, entries) into the buckets; without buckets, return them unchanged."""
         if not self.buckets:
             return rows
         bins, signs = sketch(rows.shape[1], self.buckets, self.signed)

@@ -161,7 +161,7 @@ class gaussian(Prior):
     It is fitted to the attacker's auxiliary images.
 
     Args:
-        weight: 1 with a likelihood that is a density, such as that of noise; far less with a cosine.
+        weight: 1 next to a true log-likelihood, such as that of noise; much smaller next to a cosine distance.
         by_class: each image has its class's mean, and all have the covariance within classes; labels are restored or given.
     """
 
@@ -262,12 +262,12 @@ class generator_prior(Prior):
     """A generator's images of normal latents, with normal noise in each pixel.
 
     |x - G(z)|^2 / (2 deviation^2) + |z|^2 / 2, summed over examples and pixels in [0, 1]: the density of an image and its
-    latents under the variational autoencoder that is trained on auxiliary images.
+    latents under a variational autoencoder trained on auxiliary images.
 
     Args:
-        weight: 1 with a likelihood that is a density, such as that of noise; far less with a cosine.
+        weight: 1 next to a true log-likelihood, such as that of noise; much smaller next to a cosine distance.
         generator: a user's own (`fedgauge.attacks.learned.generators.own`); default: trained on the auxiliary images.
-        latent, width, training: of the trained one: latents, channels and Adam steps.
+        latent, width, training: for the trained generator: latents, channels and Adam steps.
         deviation: of the noise.
     """
 

@@ -250,7 +250,7 @@ class Problems:
 
     @cached_property
     def bounds(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The least and greatest values of variables: of images normalised black and white, each (C, 1, 1)."""
+        """Lowest and highest value of each variable; for images, normalised black and white, each (C, 1, 1)."""
         like = next(iter(self.params.values()))
         size = (len(self.known.mean), *[1] * (len(self.known.shape) - 1))
         ends = (self.known.normalise(torch.full(size, v).to(like)) for v in (self.known.low, self.known.high))

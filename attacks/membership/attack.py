@@ -55,7 +55,7 @@ class membership(Measure):
         return HELD if self.is_stateful else MEMBER
 
     def measure(self, case: Case) -> tuple[Rows, Memories]:
-        """The rows of a wave's updates; a client has none if its update makes its scores infinite or no number."""
+        """Score the candidates against each update of a wave; a client whose scores are infinite or NaN gets no rows."""
         summed, wave = case.fed.protocol.secure_sum, case.wave
         if self.is_stateful and summed is not None and summed.drawn:
             raise ValueError("groups are drawn anew in each round, so that no sum is of the same clients again")

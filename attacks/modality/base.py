@@ -138,7 +138,7 @@ class Modality(ABC):
 
     @abstractmethod
     def metrics(self, gallery: Tensor) -> list[Metric]:
-        """The metrics of every reconstruction; gallery: public examples, for identification."""
+        """Return the metrics of every reconstruction; gallery: public examples, for identification."""
 
     @abstractmethod
     def pairing(self, truth: Tensor, guess: Tensor) -> Tensor:

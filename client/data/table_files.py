@@ -21,12 +21,12 @@ def read_table(
 
     Args:
         texts: columns of a CSV file to read as text, even if they look like numbers.
-        names: of the columns; default: the first line holds them. Lines that begin with | are then comments.
-        quote: the character around texts with delimiters or line breaks; False: none.
+        names: column names; default: the first line. If given, lines that begin with | are comments.
+        quote: the character that quotes fields with delimiters or line breaks; False: no quoting.
         needed: columns that the file must have.
 
     Raises:
-        ValueError: the file is missing or damaged, lacks a column, or has one twice.
+        ValueError: the file is missing or damaged, or a column is missing or duplicated.
     """
     import pyarrow
     from pyarrow import csv, parquet

@@ -108,7 +108,7 @@ class DeployedClient(Federation):
         return {"chain": chain, "batch_size": draw.batch_size, "secret": secret, "records": records}
 
     def draw(self, round: int) -> list[int]:
-        """The rows of the training images that a round trains on."""
+        """Return the indices of the training images of a round."""
         if self.owner.draw.sampling == "agreed":
             return self.shards.rows_at(self.owner.client, round).tolist()
         mine = self.shards.indices[self.owner.client]
@@ -116,7 +116,7 @@ class DeployedClient(Federation):
         return drawn[: self.owner.draw.batch_size].tolist()
 
     def compute(self, params: Params, buffers: Mapping[str, Tensor], batch: Batch, memory: TransformState) -> Update:
-        """Compute the update to send, with secret noise; a canary sends its direction."""
+        """Compute the update to send, with secret noise; a canary computes its direction instead."""
         self.load_buffers(buffers)
         sent = self.chain.planted(self.direction(self.owner.client)) if self.owner.canary else self.chain
         links = sent.with_state(memory).links

@@ -79,7 +79,7 @@ class ClientFolder:
         _write(self._round(drawn.run, round), asdict(drawn))
 
     def answers(self, digest: str) -> dict[str, Answer]:
-        """The answers about a batch, by round and attack."""
+        """Return the stored answers about a batch, by round and attack."""
         path = self._answers(digest)
         tables = json.loads(path.read_text()) if path.exists() else {}
         return {place: Answer(table["images"], tuple(table["psnr"])) for place, table in tables.items()}
@@ -89,7 +89,7 @@ class ClientFolder:
         _write(self._answers(digest), {place: asdict(answer) for place, answer in answers.items()})
 
     def protocol(self) -> str | None:
-        """The server's last protocol; None before the first."""
+        """Return the protocol that the server sent last; None if it has sent none."""
         try:
             return (self.folder / "protocol.json").read_text()
         except FileNotFoundError:

@@ -27,7 +27,7 @@ class ServerTerms:
     """The parts of the server's protocol that a client accepts.
 
     Args:
-        canaries: how many of the clients, the last ones, the server takes for canaries.
+        canaries: number of canaries that the server expects; they are the last clients.
     """
 
     seed: int

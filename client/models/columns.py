@@ -93,7 +93,7 @@ class Columns:
 
     @property
     def entries(self) -> int:
-        """D."""
+        """Number of values in a row (D)."""
         return sum(c.entries for c in self)
 
     @cached_property

@@ -187,7 +187,7 @@ class Scenario:
                 _shorten(tables, rounds)
             return cls.from_tables(tables, base)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
-            missing = "there is no such file; fedgauge init writes a scenario"
+            missing = "no such file; `fedgauge init` writes a scenario to start from"
             reason = missing if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
             raise SpecError(f"{path}: {reason}") from error
 

@@ -156,7 +156,7 @@ def _leakage(reading: RunSnapshot, metric: str, accuracy: Sequence[Series]) -> F
     return Figure(
         f"leakage-{metric}",
         TITLE,
-        "The excess of an attack over the grey lines is leakage.",
+        "The gap between an attack and the grey lines (baselines) is leakage.",
         round_axis([x for s in (*series, *accuracy) for x in s.x]),
         value_axis(metric, series),
         [*series, *accuracy],
@@ -239,7 +239,7 @@ def success_figure(reading: RunSnapshot) -> Figure | None:
     if certified := certified_success(reading, curve):
         notes = [f"at most {percent(v)} of the examples, by any attack on one round" for v in certified]
         series.append(Series("certified (ReRo), one round", "limit", LIMIT, THRESHOLDS, certified, note=notes))
-    x, y = Axis("PSNR of at least (dB)", low=10, high=60), Axis("share of examples", "fraction", *WHOLE)
+    x, y = Axis("PSNR threshold (dB)", low=10, high=60), Axis("share of examples", "fraction", *WHOLE)
     words = "The share of examples that reach each PSNR. Attempts without an image count as failed."
     return Figure("success", "Success over thresholds", words, x, y, series)
 

@@ -152,7 +152,7 @@ def limit(reading: RunSnapshot) -> str:
     drawn = [row for row in reading.attacks if row["name"] in ERROR_LIMITS and row["name"] in errors]
     drawn = [row for row in drawn if errors[row["name"]].n]
     if not drawn:
-        return "No limit is drawn: one exists only where the density of the chain's noise is known."
+        return "No limit on reconstruction is drawn: a limit needs a chain whose noise has a known density."
     found = Limits.of(errors)
     values = {
         "a Gaussian prior of each class, labels known (an estimate that an attack may pass)": found.estimate,

@@ -139,7 +139,7 @@ def problem(
     pixels: int = 32,
     device: torch.device = CPU,
 ) -> ImageProblem:
-    """The first `size` problems of a source of images; both sides get the labels.
+    """Return the first `size` problems from a source of images; both sides know the labels.
 
     Args:
         pixels: side of an image, unless they are digits.

@@ -30,7 +30,7 @@ def examine() -> list[CheckResult]:
     found = program or "no flower-superlink on the path"
     results.append(CheckResult("Flower's programs", program is not None, True, found))
     folder = data_folder()
-    message = str(folder or "none (set FEDGAUGE_DATA to a folder); public data is downloaded on first use")
+    message = str(folder or "not set (FEDGAUGE_DATA names the folder); public data is downloaded on first use")
     results.append(CheckResult("local data", folder is not None, False, message))
     for net, backbone in BACKBONES.items():
         weights = lpips_weights(net)

@@ -20,8 +20,10 @@ from fedgauge.simulations.run.exit_status import INAPPLICABLE
 def add_to(commands: Commands) -> None:
     command = commands.add(app, with_run=False)
     path(command, "folder", "DIR", "the app's folder, with its pyproject.toml")
-    command.add_argument("--rounds", type=positive, default=2, metavar="N", help="of training (default: 2)")
-    command.add_argument("--clients", type=positive, default=2, metavar="N", help="that are attacked (default: 2)")
+    command.add_argument("--rounds", type=positive, default=2, metavar="N", help="training rounds (default: 2)")
+    command.add_argument(
+        "--clients", type=positive, default=2, metavar="N", help="number of clients to attack (default: 2)"
+    )
     several(command, "--set", "KEY=VALUE", "set one value of the app's config, e.g. learning-rate=0.01 (repeatable)")
     path(command, "--draft", "FILE", "write the drafted scenario here as well")
     flag(command, "--no-truth", "grade nothing, and write no ground truth")

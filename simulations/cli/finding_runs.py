@@ -15,7 +15,7 @@ def find_run(named: Path, folder: Path) -> Run:
     """
     below = folder / named
     if not named.exists() and not below.exists():
-        raise LedgerError(f"there is no run {named}, neither here nor in {folder}: fedgauge runs lists those there are")
+        raise LedgerError(f"no run named {named}, here or in {folder}; `fedgauge runs` lists all runs")
     return Run.open(named if named.exists() or not below.exists() else below)
 
 

@@ -22,30 +22,30 @@ GROUPS: dict[str, dict[str, str]] = {
         "audit": "attack the recorded updates, by the run's plan or another attack; continues where it stopped.",
     },
     "result_commands": {
-        "watch": "show runs in the browser, while they work and afterwards; Ctrl-C ends it.",
-        "report": "write the HTML report of each run, and compare several; figures if asked for.",
-        "gate": "compare what a run's attacks reached with thresholds; the exit status says whether they hold.",
-        "export": "every score as CSV.",
+        "watch": "show running and finished runs in the browser; Ctrl-C ends it.",
+        "report": "write the HTML report of each run, optionally with figures, and compare several.",
+        "gate": "compare a run's metrics with thresholds; the exit status says whether all are kept.",
+        "export": "write every score as CSV.",
     },
     "experiment_commands": {
         "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",
-        "reproduce": "attack what a paper attacked, and print its figures next to ours.",
+        "reproduce": "repeat a paper's attacks, and print its figures next to ours.",
         "compare": "show the figures of several files of the same table in columns.",
     },
     "deploy_commands": {
         "deploy": "a federation of real processes, each client its own, here or in containers.",
     },
     "housekeeping_commands": {
-        "runs": "every run under runs/, newest first.",
-        "stop": "end its training, finish the attacks in flight, keep everything for `fedgauge audit`.",
-        "prune": "delete what can be inverted, of runs older than --days or their retention_days; scores stay.",
+        "runs": "list the runs under runs/, newest first.",
+        "stop": "end a run's training and finish the running attacks; `fedgauge audit` can continue it.",
+        "prune": "delete updates, reconstructions and reports older than --days or retention_days; keep scores.",
     },
     "scenario_commands": {
         "init": "write a commented scenario to start from.",
-        "list": "every component by kind, with those of installed plug-ins.",
-        "schema": "the JSON schema of a scenario, by which an editor completes and checks it.",
-        "preflight": "what would leak, in seconds and before any training, and what to change.",
-        "doctor": "what works on this machine and what is missing; what is wrong with a scenario or a client's file.",
+        "list": "list every component by kind, with those of installed plug-ins.",
+        "schema": "print the JSON schema of a scenario, for completion and checks in an editor.",
+        "preflight": "estimate in seconds, before any training, what would leak and what to change.",
+        "doctor": "check this machine, a scenario or a client's file, and report what is missing or wrong.",
     },
 }
 

@@ -90,7 +90,7 @@ def add_gate(command: argparse.ArgumentParser) -> None:
     path(command, "--junit", "FILE", "write the gate's results as JUnit XML")
 
 
-# --------------------------------------------------- values of options; of a ValueError argparse makes a sentence with the name
+# --------------------------------------------------- values of options
 
 
 def metric_value(text: str) -> tuple[str, float]:
@@ -102,10 +102,17 @@ def metric_value(text: str) -> tuple[str, float]:
 def between(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
     """Return a parser of numbers of this kind from `least` to `most`, without infinity."""
 
+    expected = "a whole number" if kind is int else "a finite number"
+    expected += f", at least {least}" if least > -math.inf else ""
+    expected += f", at most {most}" if most < math.inf else ""
+
     def parsed(text: str) -> float:
-        if not least <= kind(text) <= most or math.isinf(float(text)):
-            raise ValueError
-        return kind(text)
+        try:
+            if least <= kind(text) <= most and not math.isinf(float(text)):
+                return kind(text)
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
     return parsed
 

@@ -21,7 +21,7 @@ def add_to(commands: Commands) -> None:
     path(page, "path", "RUN|FOLDER", "default: all of --runs", nargs="?")
     page.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     page.add_argument("--port", type=port, metavar="N", help="default: 8765, or a free one if that is taken")
-    page.add_argument("--token", default="", help="required of every visitor (default: a fresh one)")
+    page.add_argument("--token", default="", help="token that every visitor must give (default: a new random one)")
     path(page, "--token-file", "FILE", "a file that holds the token")
     flag(page, "--open", "open the browser")
     written = commands.add(report, with_run=False)

@@ -31,21 +31,21 @@ def add_to(commands: Commands) -> None:
     start = commands.add(run, with_run=False)
     path(start, "scenario", "SCENARIO.toml", nargs="?")
     path(start, "--resume", "RUN", "continue a run that was interrupted, failed or was killed")
-    text = "train in one process, without Flower's servers: the same messages, the same bits, and no minute of waiting"
+    text = "train in one process, without Flower's servers: the same messages and bit-identical results, without the start-up"
     flag(start, "--in-memory", text)
-    start.add_argument("--rounds", type=int, metavar="N", help="instead of the scenario's")
+    start.add_argument("--rounds", type=int, metavar="N", help="number of rounds (default: the scenario's)")
     add_log(start)
     add_settings(start)
     again = commands.add(audit)
     add_log(again)
     several(again, "--attack", "'NAME KEY=VALUE ...'", "attack with this (repeatable)")
-    again.add_argument("--rounds", type=numbers, metavar="1,2,3", help="with --attack: which rounds")
-    again.add_argument("--clients", type=numbers, metavar="0,1", help="with --attack: which clients")
-    text = "try these again, after their cause is mended, or all after the run's scenario.toml was changed (repeatable)"
+    again.add_argument("--rounds", type=numbers, metavar="1,2,3", help="with --attack: rounds to attack")
+    again.add_argument("--clients", type=numbers, metavar="0,1", help="with --attack: clients to attack")
+    text = "repeat these jobs once their cause is fixed, or all after a change to the run's scenario.toml (repeatable)"
     again.add_argument("--retry", action="append", choices=("failed", "not-applicable", "all"), default=[], help=text)
     text = "grade reconstructions against the clients' own examples: a folder of files"
     again.add_argument("--truth", metavar="FOLDER|'NAME KEY=VALUE ...'", help=text)
-    again.add_argument("--devices", metavar="cuda:0,cuda:1", help="instead of the scenario's; auto, cpu, cuda or names")
+    again.add_argument("--devices", metavar="cuda:0,cuda:1", help="auto, cpu, cuda or names (default: the scenario's)")
     flag(again, "--force", "attack although the replay check fails")
     flag(again, "--follow", "wait for jobs until the training ends; in a deployment, until it is complete")
 

@@ -32,7 +32,7 @@ def add_to(commands: Commands) -> None:
     estimate = commands.add(preflight, with_run=False)
     path(estimate, "scenario", "SCENARIO.toml")
     add_settings(estimate)
-    flag(estimate, "--json", "one object instead of tables")
+    flag(estimate, "--json", "print one JSON object instead of tables")
     add_gate(estimate)
     flag(estimate, "--accept-estimates", "let an estimate within its threshold pass, although an attack may reach more")
     examined = commands.add(doctor, with_run=False)

@@ -49,9 +49,9 @@ def read(path: Path, make: Callable[[Table], Experiment]) -> Experiment:
 
 
 def expand(tables: Table, keys: Collection[str], joined: Collection[str], others: Collection[str] = ()) -> list[Cell]:
-    """Return the cells of a file.
+    """Return the cells of an experiment's grid.
 
-    Keys of a cell may be at the top, in the tables of the axes and in [[where]], which names its cells; the last one holds. The
+    Keys of a cell may be at the top, in the tables of the axes and in [[where]], which names its cells; the last value wins. The
     same is true for changes to attacks (`attacks`, by a name or a pattern); those at the top are defaults.
 
     Args:
@@ -60,7 +60,7 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
         others: further keys that the file has at the top.
 
     Raises:
-        SpecError: it names an unknown key, axis, entry of an axis, or a cell or attack that has no figures to refer to.
+        SpecError: the file names an unknown key, axis or entry, or refers to a cell or attack without figures.
 
     Example:
         >>> file = {"axes": ["rate", "bits"], "rate": [{"name": "slow"}, {"name": "fast"}], "bits": [{"name": "8"}]}

@@ -50,8 +50,10 @@ class FlowerApp:
         path = folder / "pyproject.toml"
         try:
             table = tomllib.loads(path.read_text())
+        except FileNotFoundError:
+            raise SpecError(f"{folder} has no pyproject.toml: give the folder of a Flower app") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"{path} cannot be read ({error}): name the folder of a Flower app") from error
+            raise SpecError(f"cannot read {path}: {error}") from error
         app = table.get("tool", {}).get("flwr", {}).get("app", {})
         parts = app.get("components", {}) if isinstance(app, dict) else {}
         for part in ("serverapp", "clientapp"):
@@ -94,7 +96,7 @@ def importing(folder: Path) -> list[Path]:
 
 
 def mirror(folder: Path, to: Path) -> None:
-    """Copy an app's small files and link its large ones and environments: it finds its files, and changes none of them."""
+    """Copy an app's small files and link its large ones and environments, so that a run changes none of them."""
     for entry in folder.iterdir():
         inner = list(islice(entry.iterdir(), MANY + 1)) if entry.is_dir() and not entry.is_symlink() else None
         if inner is not None and entry.name[0] not in "._" and len(inner) <= MANY and entry / "pyvenv.cfg" not in inner:

@@ -158,7 +158,7 @@ class Training:
             self.notes["labels"] = "the loss is computed on some tokens only; the draft takes all"
 
     def leaves(self, module: nn.Module, result: object) -> None:
-        """Note the output of the network."""
+        """Record the output of the network; a forward hook."""
         result = getattr(result, "logits", result)  # as Hugging Face's networks return them
         if module is not self.network:
             if next(module.parameters(), None) is not None:

@@ -82,7 +82,7 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
     """Run the app, and return its recording and what was observed.
 
     Raises:
-        SpecError: the app does not run; nothing is left of it then.
+        SpecError: the app does not run; its run folder is deleted.
     """
     folder = folder.resolve()
     FlowerApp.read(folder, settings)  # refused before a process starts

@@ -31,7 +31,7 @@ BATCHNORM = {"use": "convnet", "width": 2}
         ({"model": [SGD]}, "[model]"),
         ({"chain": SGD}, "chain"),
         ({"chain": [SGD, "clip"]}, "[[chain]] #2"),
-        ({"data": {"use": "digits"}}, "[data]: nothing is called 'digits'"),
+        ({"data": {"use": "digits"}}, "[data]: unknown component 'digits'"),
         ({"data": {"partiton": "iid"}}, "[data]: unknown key 'partiton' (it has: alpha, auxiliary, "),
         ({"data": {"partition": "sorted"}}, "[data]: partition"),
         ({"data": {"batch_size": 1.5}}, "[data]: batch_size"),

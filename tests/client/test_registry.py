@@ -264,7 +264,7 @@ with allowing(["gadgets"], plug_ins=False):
 with allowing(["other"]):
     print(attempt("scaled", TRANSFORM, by=1.0))
 """)
-    assert "nothing is called 'scaled'" in printed[0] and "'gadgets:scaled' is not allowed" in printed[0]
+    assert "unknown component 'scaled'" in printed[0] and "'gadgets:scaled' is not allowed" in printed[0]
     assert printed[1:3] == ["False clip(max_norm=1.0)", "False"], "nor in processes that it starts"
     assert printed[3:] == ["scaled(by=1.0) scaled(by=1.0)", "scaled(by=1.0)"]
 

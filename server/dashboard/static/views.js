@@ -13,7 +13,7 @@ function runsView(folder, { state }) {
   const shown = folder.runs.filter(run => matches(run, state));
   const count = el("p.small", { role: "status" }, `${shown.length} of ${many(folder.runs.length, "run")}.`);
   const all = [runFilter(state), count, el("ul.runs", shown.map(one))];
-  return [el("h1", `Runs in ${folder.folder}`), folder.runs.length ? all : none];
+  return [el("h1", `Runs in ${folder.folder}/`), folder.runs.length ? all : none];
 }
 
 const trouble = run => run.error || run.failed > 0 || ["failed", "interrupted"].includes(run.state);

@@ -123,7 +123,7 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
         ({"strategy": "FedAvg"}, "[strategy] must be a table, got 'FedAvg'"),
         ({"attack": {"use": "dlg"}}, "[[attack]] must be a list, got {'use'"),
         ({"attack": ["dlg"]}, "[[attack]] #1 must be a table, got 'dlg'"),
-        ({"attack": [{"use": "dgl"}]}, "[[attack]] #1: nothing is called 'dgl'; an"),
+        ({"attack": [{"use": "dgl"}]}, "[[attack]] #1: unknown component 'dgl'; did you mean 'dlg'?"),
         ({"attack": [{"iterations": 3}]}, '[[attack]] #1: needs use = "name", got None; an attack is one of '),
         (
             {"attack": [{"use": "dlg", "rat": 1.0}]},

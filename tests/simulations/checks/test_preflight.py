@@ -210,7 +210,7 @@ def test_the_command_prints_both_ways_and_refuses_mistakes(tmp_path: Any, capsys
     read = json.loads(capsys.readouterr().out)
     assert {f["severity"] for f in read["findings"]} <= {"leaks", "weak", "unknown", "note", "holds"}
     assert main(["preflight", str(tmp_path / "no.toml")]) == 2
-    assert "there is no such file" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err
 
 
 def test_every_ready_scenario_can_be_examined(make_scenario: Callable[..., Scenario]) -> None:

@@ -133,10 +133,11 @@ def test_a_mistake_is_one_sentence(
 
 
 @pytest.mark.parametrize("text", ["psnr", "psnr=", "psnr=nan", "psnr=inf", "psnr=a"])
-def test_invalid_thresholds_are_refused(attacked: Run, text: str) -> None:
+def test_invalid_thresholds_are_refused(attacked: Run, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         gate(str(attacked.folder), "--fail-above", text)
     assert ended.value.code == 2
+    assert "--fail-above: expected a finite number, got " in capsys.readouterr().err
 
 
 def test_junit_says_what_the_lines_say(attacked: Run, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_root_hands_the_folder_over_to_the_containers_user(tmp_path: Path) -> No
     ("arguments", "words"),
     [
         (["--clients", "2", "--host", "no name at all"], "--host"),
-        (["--clients", "2", "--scenario", "no-such.toml"], "there is no such file"),
+        (["--clients", "2", "--scenario", "no-such.toml"], "no such file"),
     ],
 )
 def test_a_mistake_is_reported_with_exit_status_two(

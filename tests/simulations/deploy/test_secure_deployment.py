@@ -163,7 +163,7 @@ def test_an_owner_who_has_agreed_to_something_else_sends_nothing(
     ("table", "words"),
     [
         ("group = 3", "needs clip"),
-        ("group = 3\nclip = 1.0\n[[model.defense]]\nuse = 'nothing'", "nothing is called 'nothing'"),
+        ("group = 3\nclip = 1.0\n[[model.defense]]\nuse = 'nothing'", "unknown component 'nothing'"),
     ],
 )
 def test_terms_that_a_deployment_cannot_keep_are_refused_at_the_start(tmp_path: Path, table: str, words: str) -> None:

@@ -68,7 +68,7 @@ def test_a_chain_with_noise_gets_its_limit_next_to_the_attacks(hidden: Run) -> N
         "Gaussian prior of each class fitted to 200 auxiliary images (Ledoit-Wolf shrinkage); labels known"
         in page.words
     )
-    assert "No limit is drawn" not in page.words
+    assert "No limit on reconstruction is drawn" not in page.words
 
 
 def test_a_limit_is_neither_judged_nor_shown_as_an_attack(hidden: Run) -> None:
