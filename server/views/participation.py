@@ -40,11 +40,13 @@ def app_clients_table(ledger: Ledger) -> Table:
 
 
 def other_sizes(ledger: Ledger, tables: Mapping[str, Any]) -> str:
-    """Name the clients of a user's own app that report another number than the scenario's examples, or batches of them."""
+    """Name the attacked clients of a user's own app that report another number than the scenario's examples, or batches of them."""
     assumed = tables.get("data", {}).get("batch_size", 1)
     step = next((link["batch_size"] for link in tables.get("chain", ()) if "batch_size" in link), assumed)
     expected = {assumed, math.ceil(assumed / step) if step < assumed else assumed}
-    others = [f"client {c} reports {_or(own)}" for c, own in sorted(_reported_sizes(ledger).items()) if own - expected]
+    sizes = _reported_sizes(ledger)
+    attacked = tables.get("audit", {}).get("clients", sizes)
+    others = [f"client {c} reports {_or(sizes[c])}" for c in sorted(sizes) if c in attacked and sizes[c] - expected]
     if not others:
         return ""
     taken = f"the audit assumes {many(assumed, 'example')} a round for each client (batch_size under [data])"
