@@ -275,7 +275,8 @@ def _loss(draft: Draft, first: Mapping[str, Any], target: Target | None) -> None
         return
     draft.add("[loss]", f"the loss that clients minimise: {target.name}", **target.loss)
     if others := first["losses"].keys() - {target.name, *OF_CLASSES}:
-        draft.note("loss", f"clients also compute {', '.join(sorted(others))}")
+        remedy = "name a loss of (logits, labels) as [loss] use"
+        draft.note("loss", f"clients also compute {', '.join(sorted(others))}, which the draft leaves out", remedy)
     if target.left_out:
         draft.note("loss", f"{target.name} has {', '.join(target.left_out)}, which the draft leaves out")
 
@@ -291,7 +292,9 @@ def _scale(draft: Draft, first: Mapping[str, Any], passes: int) -> float | None:
         draft.note("loss", "a term is added to the loss; the draft takes FedProx's, with the server's mu")
         return None
     draft.note(
-        "loss", "a term is added to the loss, such as a penalty, or batches weigh differently; the draft leaves it out"
+        "loss",
+        "a term is added to the loss, such as a penalty, or batches weigh differently; the draft leaves it out",
+        "name a loss of (logits, labels) as [loss] use",
     )
     return 1.0
 
@@ -424,6 +427,13 @@ def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -
     """Attack one round's updates of some clients."""
     draft.replace("[audit]", "clients", list(clients))
     draft.add("[audit]", origin, rounds=[round])
+
+
+def only_first_round(draft: Draft, round: int) -> None:
+    """Attack the first round only, as later ones train otherwise."""
+    draft.add("[audit]", "later rounds train otherwise", rounds=[round])
+    why = f"later rounds train otherwise (SCAFFOLD's correction, another rate, other examples); only round {round} is attacked"
+    draft.note("rounds", why, "describe them in [[chain]], then change [audit] to attack more")
 
 
 def cut_searches(draft: Draft, federation: Federation, iterations: int) -> None:

@@ -63,10 +63,12 @@ class Target:
             return y.astype(np.float32)
         flat = y.reshape(len(y), -1).astype(np.float32)
         single = flat[:, 0] if flat.shape[1] == 1 else flat
-        return single.astype(np.int64) if single.ndim == 1 and self._of_two(y) else single
+        return single.astype(np.int64) if _two_classes(self.name, y) else single
 
-    def _of_two(self, y: np.ndarray) -> bool:
-        return self.name in TWO_CLASSES and bool(((y == 0) | (y == 1)).all())
+
+def _two_classes(name: str, y: np.ndarray) -> bool:
+    """Check if labels are one 0 or 1 for each example."""
+    return name in TWO_CLASSES and y.size == len(y) and bool(((y == 0) | (y == 1)).all())
 
 
 def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Problem:
@@ -97,10 +99,11 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
         return Problem("labels", network, why, remedy)
     if len(first["output"]) > 2 and not first["reconstructs"]:
         outputs = first["output"][1]
-    return _target(name, losses[name], outputs, first["reconstructs"])
+    classes = 2 if outputs == 1 and _two_classes(name, y) else outputs
+    return _target(name, losses[name], classes, first["reconstructs"])
 
 
-def _target(name: str, options: Mapping[str, Any], outputs: int, reconstructs: bool) -> Target | Problem:
+def _target(name: str, options: Mapping[str, Any], classes: int, reconstructs: bool) -> Target | Problem:
     given = {k: v for k, v in options.items() if k not in DEFAULTS or v != DEFAULTS[k]}
     given.pop("reduction", None)  # it scales the loss, which is measured
     if reconstructs:
@@ -110,8 +113,7 @@ def _target(name: str, options: Mapping[str, Any], outputs: int, reconstructs: b
                 "loss", "", f"{name} compares inputs with outputs", "name a loss (output, y, x) as [loss] use"
             )
         settings = {} if measure == "squared_error" else {"measure": measure}
-        return Target(name, {"use": "reconstruction", **settings}, outputs, True, tuple(given))
-    classes = 2 if outputs == 1 and name in TWO_CLASSES else outputs
+        return Target(name, {"use": "reconstruction", **settings}, classes, True, tuple(given))
     if name in OF_TORCH:
         plain = {k: v for k, v in given.items() if isinstance(v, bool | int | float | str)}
         left_out = tuple(given.keys() - plain.keys())

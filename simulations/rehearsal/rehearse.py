@@ -5,7 +5,7 @@ import math
 import sys
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from fedgauge.attacks.base import Observation
@@ -37,6 +38,7 @@ from fedgauge.simulations.rehearsal.draft import (
     check_attackable,
     cut_searches,
     keep_layers,
+    only_first_round,
     say_what_differs,
     with_network,
     write_draft,
@@ -56,6 +58,7 @@ STRANGERS = 3  # clients whose examples stand in for public data, where the app 
 ROUNDING = 1e-6  # relative difference of a fitted rate
 MOST_TRIES = 8  # to fit a rate
 MOST_OBSERVED = 1 << 26  # bytes of observed.json
+Kind = tuple[Form, Target | None]  # of examples and their labels
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,10 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
     plan = {"folder": str(folder), "settings": dict(settings), "clients": clients + STRANGERS}
     try:
         command = ("fedgauge.simulations.rehearsal.train", str(run.folder.absolute()), json.dumps(plan))
-        with closing(OwnProcess(run, "app.log", *command, ray=False)) as process, console.status("the app trains"):
+        process = OwnProcess(run, "app.log", *command, ray=False)
+        with closing(process), console.status("the app trains") as shown:
             while process.status() is None:
+                shown.update(Text(f"the app trains: {process.last_line()}", no_wrap=True, overflow="ellipsis"))
                 time.sleep(0.1)
         if process.status() != 0 or run_files.look(run.folder / OBSERVED) is None:
             raise SpecError(process.blame(f"{folder}: the app ended its process"))
@@ -161,7 +166,8 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
             if kept := _never_sent(scenario, first, came):
                 keep_layers(draft, kept, client, began, files)
                 scenario = draft.scenario()
-            proof, seconds = _proof(run, draft, scenario, first, client, (form, target))
+            own_rounds = observed.clients[attacked[0]][: 1 if kept else None]
+            proof, seconds = _proof(run, draft, scenario, own_rounds, client, (form, target))
         except UploadMismatch as error:
             draft.refuse("uploads", str(error), "")
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
@@ -172,7 +178,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
             for number, facts in zip(trained, observed.clients[node], strict=False):
                 _write_truth(run.folder / "truth", node, number, *(part[:n] for part in _examples(facts, form, target)))
         fit = int(SEVERAL / max(seconds, 1e-9))  # updates
-        if not kept and fit < len(attacked) * len(own):
+        if fit < len(attacked) * len(own) and not any(line.key == "rounds" and line.table for line in draft.lines):
             some = sorted(numbers[node] for node in attacked)[: max(1, fit)]
             attack_some(draft, some, began, "updates take long to compute")
             draft.note(
@@ -198,48 +204,60 @@ def _never_sent(scenario: Scenario, first: Mapping[str, Any], came: Observation)
 
 
 def _proof(
-    run: Run, draft: Draft, scenario: Scenario, first: Mapping[str, Any], client: int, kind: tuple[Form, Target | None]
+    run: Run, draft: Draft, scenario: Scenario, trained: Sequence[Mapping[str, Any]], client: int, kind: Kind
 ) -> tuple[str, float]:
     """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
 
-    Uploads may be gradients, and a rate that was not observed is fitted: both are written into the draft.
+    Uploads may be gradients, and a rate that was not observed is fitted: both are written into the draft, and also if the draft
+    gives the first update and not the last, so that only the first round is attacked.
 
     Raises:
         UploadMismatch: the upload is not the network's.
     """
-    x, y = map(torch.from_numpy, _examples(first, *kind))
-    batch = Batch(modality_of(scenario.federation.shards.dataset).arranged(x), y)
     with run.ledger() as ledger:
-        row = next(o for o in ledger.observations() if o["client"] == client and o["digest"])
+        row, *later = [o for o in ledger.observations() if o["client"] == client and o["digest"]]
         for _ in range(MOST_TRIES):
             replies = prepare_app(run, ledger, scenario)
             seen = read_observation(run, ledger, scenario.federation, row["round"], client, row["digest"])
-            update, seconds = _computed(scenario, seen, batch)
+            update, seconds = _computed(scenario, seen, trained[0], kind)
             along, length = _dot(update, seen.update), _dot(update, update)
             if replies == "updates" and along < 0:
                 draft.add("[tape]", "uploads point against the steps of the training", replies="gradients")
-            elif not first["steps"] and along > 0 and abs(along / length - 1) > ROUNDING:
+            elif not trained[0]["steps"] and along > 0 and abs(along / length - 1) > ROUNDING:
                 rate = next(line.value for line in draft.lines if line.key == "rate")
                 draft.replace("[[chain]]", "rate", rate * along / length)
             else:
                 break
             scenario = draft.scenario()
-        size = math.sqrt(_dot(seen.update, seen.update))
-        wrong = {k: float((update[k] - t).norm()) for k, t in seen.update.items()}
-        off = float(np.linalg.norm(list(wrong.values()))) / size if size else math.nan
         where = f"client {client}'s update of round {row['round']}"
         came = run.tape().read(row["round"], client, row["digest"]).update.values()
         step = max((torch.finfo(t.dtype).eps for t in came if t.is_floating_point()), default=0.0)
-        if off < EXACT + step * math.sqrt(_dot(seen.params, seen.params)) / size:  # weights are rounded on their way
-            ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
-            exact = f"exact to rounding (relative error {off:.1e})"
-            return f"{where}, computed again from the observed examples: {exact}", seconds
-        part = max(wrong, key=lambda k: wrong[k])
-        return f"{where}, computed again from the observed examples, differs by {off:.1%}, most in {part}", seconds
+        off, part, exact = _compared(update, seen, step)
+        if not exact:
+            return f"{where}, computed again from the observed examples, differs by {off:.1%}, most in {part}", seconds
+        ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
+        if later and len(trained) == 1 + len(later):
+            last = read_observation(run, ledger, scenario.federation, later[-1]["round"], client, later[-1]["digest"])
+            alike = trained[-1]["sizes"] == trained[0]["sizes"]
+            if not alike or not _compared(_computed(scenario, last, trained[-1], kind)[0], last, step)[2]:
+                only_first_round(draft, row["round"])
+        exactly = f"exact to rounding (relative error {off:.1e})"
+        return f"{where}, computed again from the observed examples: {exactly}", seconds
 
 
-def _computed(scenario: Scenario, seen: Observation, batch: Batch) -> tuple[Update, float]:
-    """Return the update that the scenario gives for a batch in its order, and the CPU seconds it took."""
+def _compared(update: Update, seen: Observation, step: float) -> tuple[float, str, bool]:
+    """Return a computed update's relative error, the parameter that differs most, and whether rounding (step) explains it."""
+    size = math.sqrt(_dot(seen.update, seen.update))
+    wrong = {k: float((update[k] - t).norm()) for k, t in seen.update.items()}
+    off = float(np.linalg.norm(list(wrong.values()))) / size if size else math.nan
+    exact = bool(size) and off < EXACT + step * math.sqrt(_dot(seen.params, seen.params)) / size
+    return off, max(wrong, key=lambda k: wrong[k]), exact
+
+
+def _computed(scenario: Scenario, seen: Observation, facts: Mapping[str, Any], kind: Kind) -> tuple[Update, float]:
+    """Return the update that the scenario gives for observed examples in their order, and the CPU seconds it took."""
+    x, y = map(torch.from_numpy, _examples(facts, *kind))
+    batch = Batch(modality_of(scenario.federation.shards.dataset).arranged(x), y)
     tables = tomllib.loads(scenario.to_toml())
     for link in tables["chain"]:
         link.pop("shuffle", None)

@@ -12,6 +12,7 @@ from fedgauge.client.data_folder import data_folder
 from fedgauge.server.child_processes import paths_from_here
 from fedgauge.server.pool.ray_access import SETTINGS, ray_access
 from fedgauge.server.store import run_files
+from fedgauge.server.store.ledger_types import sanitised
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import processes
 
@@ -68,6 +69,10 @@ class OwnProcess:
     def blame(self, what: str) -> str:
         """Return a message: what went wrong, its exit status and the end of its log."""
         return with_ends(f"{what} (exit status {self.status()})", self.run.folder / "logs" / self.log)
+
+    def last_line(self) -> str:
+        """Return the last line of its log, such as a download's retry."""
+        return sanitised(_end(self.run.folder / "logs" / self.log).decode(errors="replace").strip().rpartition("\n")[2])
 
 
 def attack_service(run: Run) -> OwnProcess:

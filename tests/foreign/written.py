@@ -193,6 +193,12 @@ optimizer.step()""",
         "train": "nn.functional.cross_entropy(net(x[:, 0]), y).backward()\noptimizer.step()",
         "start": "Conv().state_dict()",
     },
+    "segments": {
+        "further": "def segmenter():\n    return nn.Conv2d(1, 1, 3, padding=1)\n\n\n",
+        "network": "segmenter()",
+        "train": "nn.BCEWithLogitsLoss()(net(x), (x > 0.5).float()).backward()\noptimizer.step()",
+        "start": "segmenter().state_dict()",
+    },
     "summed": {
         "optimizer": "optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)",
         "train": """for images, labels in zip(x.split(4), y.split(4), strict=True):
@@ -321,6 +327,8 @@ for name, p in net.named_parameters():
     p.data -= 0.1 * gradients[name].mean(0)""",
     },
     # ----------------------------------------------------------------------------------------------- the clients
+    "retrying": {"train": PLAIN["train"] + "\nimport time\nprint('Retrying in 1s', flush=True)\ntime.sleep(1)"},
+    "decaying": {"optimizer": PLAIN["optimizer"].replace("0.1", '0.1 / message.content["config"]["server-round"]')},
     "unequal": {"count": "8 - partition % 2"},
     # ---------------------------------------------------------------------------------------------- the uploads
     "gradients": {

@@ -3,6 +3,7 @@
 import time
 import tomllib
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def names(normal: str, full: str) -> list[Any]:
     names(
         "factory epochs multi_label",
         "plain accumulated closure library batch_norm rows deltas descents two_records own_loop own_strategy files weighted "
-        "one_logit prices autoencoder windows older",
+        "one_logit prices segments autoencoder windows older",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
@@ -229,6 +230,22 @@ def test_attacked_clients_have_equally_many_examples(tmp_path: Path) -> None:
     truth = rehearse(run, observed, folder, 4).truth
     attacked = [observed.clients[path.stem.split("-")[1]][0] for path in truth.glob("*-round-1.npz")]
     assert attacked and len({sum(facts["sizes"]) for facts in attacked}) == 1
+
+
+@FULL
+def test_what_the_app_waits_for_is_shown(tmp_path: Path) -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=100)
+    observe(app_of("retrying", tmp_path), tmp_path / "runs", {}, 1, console)
+    assert isinstance(console.file, StringIO) and "Retrying in 1s" in console.file.getvalue()
+
+
+@FULL
+def test_later_rounds_that_train_otherwise_are_not_attacked(tmp_path: Path) -> None:
+    folder = app_of("decaying", tmp_path)
+    run, observed = observe(folder, tmp_path / "runs", {"rounds": 2}, 1, Console(quiet=True))
+    found = rehearse(run, observed, folder, 1)
+    assert [problem.code for problem in found.draft.problems] == ["rounds"]
+    assert tomllib.loads(found.draft.text())["audit"]["rounds"] == [1]
 
 
 @FULL
