@@ -3,6 +3,7 @@
 Archives have `x` and `y`, and `x_test` and `y_test` if there are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -53,7 +54,7 @@ def arrays(path: Path, classes: Count | None = None, test: Part = 0.2) -> Arrays
     Raises:
         ValueError: x is not of floats, or labels are missing or too few.
     """
-    x, y, x_test, y_test = read_parts(path, test)
+    x, y, x_test, y_test = read_parts(path, test, needed=("x",))
     every = classes or count_classes(y, y_test)
     return Arrays(path.stem, _single(x), y, _single(x_test), y_test, every, (), ())
 
@@ -93,21 +94,22 @@ def token_ids(
     return Text(path.stem, x, y, x_test, y_test, classes or count_classes(y, y_test), (), (), words, task)
 
 
-def read_parts(path: Path, test: float) -> Parts:
-    """Return x, y, x_test and y_test of an archive; without y all labels are 0.
+def read_parts(path: Path, test: float, needed: Sequence[str] = ("x", "y")) -> Parts:
+    """Return x, y, x_test and y_test of an archive; without y all labels are 0. Other arrays are not read.
 
     Args:
         test: without x_test: the share of the examples that becomes the test part.
+        needed: arrays that must be there.
 
     Raises:
         ValueError: arrays are missing, or do not hold numbers.
     """
-    stored = read_npz(path)
-    whole = "x" in stored and ("x_test" in stored) == ("y" in stored and "y_test" in stored)
+    stored = {name: array for name, array in read_npz(path).items() if name in ("x", "y", "x_test", "y_test")}
+    whole = stored.keys() >= set(needed) and ("x_test" in stored) == ("y" in stored and "y_test" in stored)
     if not whole or stored["x"].ndim < 2 or any(array.dtype.kind not in "biuf" for array in stored.values()):
         found = ", ".join(f"{name} of {array.dtype}" for name, array in stored.items())
         raise ValueError(
-            f"{path} needs arrays of numbers: x (N, ...), and both or none of x_test and y_test; it has {found}"
+            f"{path} needs arrays of numbers: {', '.join(needed)}, and both or none of x_test and y_test; it has {found}"
         )
     x = torch.from_numpy(stored["x"])
     y = _labels(stored["y"], x) if "y" in stored else torch.zeros(len(x), dtype=torch.int64)

@@ -19,6 +19,7 @@ from fedgauge.client.data.corpora import held_out, numbers
 from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.table_files import EMPTY, read_table
 from fedgauge.client.data_folder import data_folder
+from fedgauge.client.files import reading
 from fedgauge.client.models.columns import MISSING, Column, Columns
 
 OneHot = Literal["plain", "scaled"]
@@ -92,7 +93,8 @@ def table(
         features, labels = {name: column[whole] for name, column in features.items()}, labels[whole]
     tested = held_out(len(labels), test, path)
     if target == "number" or (target == "auto" and classes is None and _are_numbers(labels)):
-        y = torch.from_numpy(labels.astype(np.float64)).float()
+        with reading(f"{path}: column {label!r}", "a column of numbers"):
+            y = torch.from_numpy(labels.astype(np.float64)).float()
         agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)
         rows = _parted(path, features, agreed, y, tested, ())
         return replace(rows, classes=1, fitted=("columns",) if columns is None else ())

@@ -93,7 +93,16 @@ class Checkpoint:
                 strategy={k: _decoded(v, tensors) for k, v in facts["strategy"].items()},
                 seen=tuple(Participation(**check_arguments(Participation, seen, "seen")) for seen in facts["seen"]),
             )
-        except (TapeError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            TapeError,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+        ) as error:
             raise NotResumable(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 

@@ -62,7 +62,7 @@ class Ledger(JobQueue):
         try:
             nodes = json.loads(self.meta().get("nodes", "{}"))
             return {int(client): str(int(node)) for client, node in nodes.items()}
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise LedgerError(f"{self.path} is damaged: its nodes cannot be read: {error}") from error
 
     def record_round(

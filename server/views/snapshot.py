@@ -14,7 +14,7 @@ import numpy as np
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client import toml_text
-from fedgauge.client.components import SpecError, coerce
+from fedgauge.client.components import Count, SpecError, coerce
 from fedgauge.client.data_folder import may_download
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Batch
@@ -77,7 +77,8 @@ def tables_of(run: Run) -> dict[str, Any]:
             coerce(table.get("use"), str, "use")
         coerce(tables.get("server_attack", ()), tuple[Mapping[str, Any], ...], "[[server_attack]]")
         audit, tape = (coerce(tables.get(name, {}), dict, f"[{name}]") for name in ("audit", "tape"))
-        coerce(tables["data"].get("batch_size", 1), int, "batch_size")
+        for table in (tables["data"], *tables["chain"]):
+            coerce(table.get("batch_size", 1), Count, "batch_size")
         coerce(audit.get("curious", True), bool, "curious")
         coerce(tape.get("retention_days", 1.0), float, "retention_days")
         selection(tables)

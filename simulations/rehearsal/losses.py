@@ -99,8 +99,8 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
         return Problem("labels", network, why, remedy)
     if len(first["output"]) > 2 and not first["reconstructs"]:
         outputs = first["output"][1]
-    classes = 2 if outputs == 1 and _two_classes(name, y) else outputs
-    return _target(name, losses[name], classes, first["reconstructs"])
+    count = 2 if outputs == 1 and _two_classes(name, y) else outputs
+    return _target(name, losses[name], count, first["reconstructs"])
 
 
 def _target(name: str, options: Mapping[str, Any], classes: int, reconstructs: bool) -> Target | Problem:

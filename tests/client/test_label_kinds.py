@@ -305,3 +305,6 @@ def test_housing_prices_may_be_named_as_numbers(tmp_path: Path) -> None:
     path.write_text("a,rating\n" + "\n".join(f"{i * 0.37 % 1:.2f},{i % 5}" for i in range(100)))
     table = {"use": "table", "path": str(path), "label": "rating"}
     assert built({**table, "target": "number"}, {"use": "dense", "outputs": 1}, "squared").shards.dataset.classes == 1
+    path.write_text(path.read_text() + "\n0.5,abc")
+    with pytest.raises(SpecError, match=r"few\.csv: column 'rating'.*abc"):
+        _ = built({**table, "target": "number"}, {"use": "dense", "outputs": 1}, "squared").shards

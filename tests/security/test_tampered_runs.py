@@ -94,6 +94,20 @@ def test_a_number_in_place_of_a_table_is_no_scenario(key: str, tmp_path: Path) -
         tables_of(Run(tmp_path))
 
 
+@pytest.mark.parametrize("size", [0, "8"])
+def test_a_chains_batch_size_that_is_no_count_is_no_scenario(size: object, tmp_path: Path) -> None:
+    chain = [{"use": "local_sgd", "rate": 0.1, "batch_size": size}]
+    tables = {"rounds": 1, "clients": 1, "data": DATA, "model": {"use": "mlp"}, "chain": chain}
+    (tmp_path / "scenario.toml").write_text(tomli_w.dumps(tables))
+    with pytest.raises(LedgerError, match="batch_size"):
+        tables_of(Run(tmp_path))
+
+
+def test_nodes_that_are_no_numbers_are_damage(theirs: Run) -> None:
+    changed(theirs, "INSERT INTO meta VALUES ('nodes', '{\"0\": Infinity}')")
+    assert main(["report", str(theirs.folder)]) == 2
+
+
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
 
 

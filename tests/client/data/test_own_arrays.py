@@ -41,9 +41,20 @@ def test_token_ids_are_sentences_of_their_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"y": np.zeros(2)}, {"x": np.array(["a", "b"]), "y": np.zeros(2)}, {"x": np.zeros((2, 3)), "y": np.zeros(3)}],
+    [
+        {"y": np.zeros(2)},
+        {"x": np.zeros((9, 3), np.float32)},
+        {"x": np.array(["a", "b"]), "y": np.zeros(2)},
+        {"x": np.zeros((2, 3)), "y": np.zeros(3)},
+    ],
 )
 def test_other_arrays_are_refused(bad: dict[str, np.ndarray], tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", **bad)
     with pytest.raises(SpecError, match=r"mine\.npz"):
         build({"use": "rows", "path": str(tmp_path / "mine.npz")}, "[data]", DATASET)
+
+
+def test_arrays_beside_the_examples_are_not_read(tmp_path: Path) -> None:
+    names = np.array(["cat", "dog"])
+    np.savez(tmp_path / "mine.npz", x=np.zeros((9, 3), np.float32), y=np.arange(9) % 2, names=names)
+    assert build({"use": "rows", "path": str(tmp_path / "mine.npz")}, "[data]", DATASET).classes == 2

@@ -233,7 +233,7 @@ FLAT = np.zeros((12, 6, 5, 3), np.uint8)
     ("change", "name"),
     [
         ({"x": None}, "x"),
-        ({"y": None}, "one class"),
+        ({"y": None}, "x, y"),
         ({"x": FLAT.astype(np.float32)}, "x has dtype torch.float32"),
         ({"x": np.zeros((12, 30), np.uint8)}, "x has examples of shape (30,)"),
         ({"x": FLAT[..., :2]}, "x has examples of shape (6, 5, 2)"),

@@ -1,5 +1,6 @@
 """A training that was killed at any moment goes on to the same bits, and the ledger has neither gap nor double."""
 
+import json
 import math
 import os
 import random
@@ -315,8 +316,14 @@ DAMAGES: dict[str, tuple[Callable[[Run], object], str]] = {
     "a list": (overwrite(FACTS, b"[]"), FACTS),
     "deep": (overwrite(FACTS, b"[" * 100_000), FACTS),
     "a flipped bit": (lambda run: spoil(run.folder / TENSORS), TENSORS),
+    "no number": (lambda run: changed_facts(run, round=float("inf")), FACTS),
     "no tensors": (lambda run: (run.folder / TENSORS).unlink(), TENSORS),
 }
+
+
+def changed_facts(run: Run, **facts: object) -> None:
+    path = run.folder / FACTS
+    path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
 
 
 def spoil(path: Path) -> None:
