@@ -153,6 +153,8 @@ class OwnerConfig(Checked):
 
     @classmethod
     def _of(cls, tables: Table, path: Path) -> "OwnerConfig":
+        if taken := tables.keys() & {"path", "split", "draw"}:
+            raise SpecError(f"unknown key {min(taken)!r}")
         data, guard = coerce(tables.get("data", {}), dict, "[data]"), tables.get("guard")
         split = {key: data[key] for key in _SPLIT if key in data}
         draw = settings_of(Draw, {key: data[key] for key in _DRAW if key in data}, "[data]")

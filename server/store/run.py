@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -202,7 +203,8 @@ class Run:
 
     def holder(self, purpose: str) -> int | None:
         """Return the process with the lock for a purpose; None without one, or before it has written its number."""
-        return int(self._written(purpose) or 0) or None
+        pid = self._written(purpose)
+        return int(pid) if pid and re.fullmatch(r"[1-9]\d{0,9}", pid) else None
 
     def at_work(self, purpose: str) -> bool:
         """Check if a process has the lock for a purpose."""

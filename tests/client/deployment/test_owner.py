@@ -26,6 +26,7 @@ def test_a_short_file_means_the_careful_choice(write: Write, tmp_path: Path) -> 
         ({"chain": None}, "chain"),
         ({"client": -1}, "client"),
         ({"client": "0"}, "client"),
+        ({"split": {"alpha": 1.0}}, "unknown key 'split'"),
         ({"updates": 0}, "updates"),
         ({"max_parameters": 0}, "max_parameters"),
         ({"data": {**DATA, "sampling": "open"}}, "sampling"),

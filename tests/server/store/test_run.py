@@ -112,11 +112,14 @@ def test_a_dead_holder_holds_nothing(run: Run) -> None:
     assert run.holder("audit") is None
 
 
-def test_a_holder_that_has_not_written_its_number_is_not_process_zero(run: Run) -> None:
-    """`fedgauge stop` sends the holder a signal, and process 0 is the sender's own group."""
+@pytest.mark.parametrize("written", ["", "-1", "0", "text"])
+def test_a_holder_that_has_not_written_its_number_is_no_process(run: Run, written: str) -> None:
+    """`fedgauge stop` sends the holder a signal; process 0 is the sender's own group, -1 every process."""
     import fcntl
 
     with (run.folder / "audit.lock").open("a+") as file:
+        file.write(written)
+        file.flush()
         fcntl.flock(file, fcntl.LOCK_EX)
         assert run.holder("audit") is None and run.at_work("audit")
 
