@@ -68,6 +68,8 @@ def reading(name: object, form: str) -> Iterator[None]:
     """
     try:
         yield
+    except FileNotFoundError as error:
+        raise ValueError(f"{name} is not {form} that can be read: No such file or directory") from error
     except Exception as error:
         raise ValueError(f"{name} is not {form} that can be read: {error}") from error
 

@@ -25,5 +25,5 @@ def parse(data: bytes) -> dict[str, Any]:
         tables = tomllib.loads(text)
         json.dumps(tables, default=str)  # fails for what cannot be written again: numbers and nesting without an end
     except (ValueError, RecursionError) as error:
-        raise tomllib.TOMLDecodeError(str(error)) from None
+        raise tomllib.TOMLDecodeError(f"it is not valid TOML: {error}") from None
     return tables

@@ -27,7 +27,7 @@ def gate_status(results: Sequence[GateResult]) -> int:
 
 
 def gate_lines(results: Sequence[GateResult]) -> list[str]:
-    return [printable(f"gate: {r.outcome}: fails if {r.threshold}; {r}") for r in results]
+    return [printable(f"gate: {r.outcome} (it fails if {r.threshold}); {r}") for r in results]
 
 
 def gate_tables(results: Sequence[GateResult]) -> list[dict[str, object]]:
