@@ -69,6 +69,9 @@ def with_given_truth(
 
     Args:
         in_order: labels come in the client's order, as some papers give them, and with them lengths.
+
+    Raises:
+        ValueError: labels are given, but the examples have none apart from the sentences.
     """
     if planned.labels == "given":
         if not batches[0].labelled:

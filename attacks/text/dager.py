@@ -170,6 +170,9 @@ class _SentenceSearch:
 
         Args:
             near: each position's words with their distances, the nearest first; worst: the largest distance that counts.
+
+        Raises:
+            Unreadable: no word's vector is in the span of the first block's gradient.
         """
         rounding, made = self.rounding, list[tuple[Batch, float]]()
         # words within a distance midway between rounding and the worst case, then within the worst case

@@ -29,6 +29,9 @@ def layer_inputs(
     Args:
         parts: in the order of the forward pass.
         mask: which positions exist; default: those without padding.
+
+    Raises:
+        ValueError: the forward pass never calls a module.
     """
     captured: list[Tensor] = []
 

@@ -48,6 +48,9 @@ def reproduce(
     Args:
         done: attacks that need not be run again, as names of cell and attack.
         jobs: cells at a time.
+
+    Raises:
+        Exception: what a cell raised, when its turn comes.
     """
     works = {
         cell.name: partial(_attack_cell, cell, paper_table.seed, left)
