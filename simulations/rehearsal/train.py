@@ -60,6 +60,7 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
         for node, rounds in grid.trained.items()
     }
     frameworks = [name for name in FRAMEWORKS if name in sys.modules]
+    # Flower has no public name for an app's mods
     mods = [getattr(mod, "__name__", type(mod).__name__) for mod in getattr(client, "_mods", ())]
     own = {"failed": grid.failed, "frameworks": frameworks, "language": language, "mods": mods}
     return {"clients": clients, **own}
