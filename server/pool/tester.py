@@ -73,7 +73,7 @@ def grade(
         graded = notes.pop("", 0)
         every = len(jobs) - notes.pop(None, 0)
         of_all = f"{graded} of {every} reconstructions and baselines"
-        words = f"graded {of_all} against the examples handed in with --truth ({truth.folder})"
+        words = f"graded {of_all} against the examples in {truth.folder}"
         if tests:
             done = retest(source, scenario, tests, found)
             words += f"; {done} of {len(tests)} tests of membership done"

@@ -1,6 +1,7 @@
 """The end of `fedgauge run` and `fedgauge audit`: print scores, notices and the report."""
 
 import sys
+from itertools import islice
 
 from rich.console import Console
 
@@ -9,14 +10,13 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.leak_tables import rounds_table
-from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on
 from fedgauge.server.views.participation import guarded, participation
 from fedgauge.server.views.privacy import canaries
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
-from fedgauge.server.views.verdict import leak_sentences, ungraded_reason, verdict_of
+from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.cli.options import tell
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.view import finish
@@ -51,33 +51,37 @@ def wide_console() -> Console:
 
 def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
     console = wide_console()
-    ledger, meta = reading.ledger, reading.meta
+    ledger, meta, said = reading.ledger, reading.meta, verdict_of(reading).sentence
     table = rounds_table(reading).only(*SHOWN)
     if table.rows:
         console.print(rich_table(table))
     else:
-        _print_line(console, f"no table: {verdict_of(reading).sentence}")
+        _print_line(console, f"no table: {said}")
     if reading.scores.left_ungraded and (reason := ungraded_reason(reading)):
         _print_line(console, f"reconstructions without a grade, which the report shows: {reason}")
     if ledger.attacks() and table.rows:
-        for text in (*members_sentences(verdict_of(reading).members, ledger), *leak_sentences(reading)):
+        for text in verdict_of(reading).sentences:
             _print_line(console, text)
     if meta.get("replay") == "ok":
         _print_line(console, f"replay check: {meta['replay_detail']}")
     effects = server_attack_effects(reading)
-    reasons = ledger.reasons()
+    reasons: dict[str, list[str]] = {}
+    for row in ledger.reasons():
+        if row["reason"] not in said:
+            reasons.setdefault(row["reason"], []).append(f"{row['attack']} ({row['jobs']} x)")
     for text in (
         canaries(reading),
         *(f"malicious server, {name}: {effect}" for name, effect in effects.items()),
         attacked_on(ledger),
         _clients(ledger),
         _grading(ledger),
-        *(f"{row['attack']} ({row['jobs']} x): {row['reason']}" for row in reasons[:MOST_REASONS]),
+        *islice((f"{', '.join(attacks)}: {reason}" for reason, attacks in reasons.items()), MOST_REASONS),
     ):
         if text:
             _print_line(console, text)
     for text in noted:
-        _print_line(console, text, "yellow")
+        if text[1:-1] not in said:
+            _print_line(console, text, "yellow")
 
 
 def _print_line(console: Console, text: str, style: str | None = None) -> None:
