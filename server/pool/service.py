@@ -12,7 +12,6 @@ import torch
 
 from fedgauge.attacks.base import ClientState, Observation, Wave
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
-from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
 from fedgauge.server.pool.update_checks import TrainingCheck
@@ -96,7 +95,7 @@ def serve(
             if scenario.tape.keep == "none" and replayed:  # including what an earlier service did not get to delete
                 _forget(run, ledger)
             while len(flying) < executor.slots and not stop() and (lease := ledger.lease()) is not None:
-                if check is not None and lease.attack.name not in BASELINES:
+                if check is not None and lease.attack.role != "baseline":
                     check.compare(lease.round, lease.clients)
                 loaded = _load(source, lease)
                 if loaded is not None:

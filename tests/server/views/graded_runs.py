@@ -54,7 +54,7 @@ def graded(
         }
     )
     names = [*attacks, "mean_image", "random_image", *["bayes_limit"] * limit]
-    plan = AttackPlan(tuple(PlannedAttack(name, {"use": "analytic"}) for name in names))
+    plan = AttackPlan(tuple(PlannedAttack(name, {"use": "analytic" if name in attacks else name}) for name in names))
     run, federation = Run.create(folder, chosen), Federation(chosen.protocol)
     with run.ledger() as ledger:
         ledger.add_attacks(plan, {name: f"honest server; {name} knows it all" for name in names})
