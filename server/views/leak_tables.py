@@ -116,7 +116,7 @@ def _summary_rows(reading: RunSnapshot, by: MainMetric, others: list[str]) -> It
         if counted is None or (counted.role == "baseline" and not counted.n):
             continue  # a membership test, or a baseline of an attack without results
         limits = counted.role in LIMITS
-        hits, shown = leaks.get("identified"), None if limits else leaks.get(by.metric)
+        hits, shown = leaks.get("identified"), counted if headline == by.metric else None
         yield (
             attack,
             counted.role,
