@@ -35,7 +35,7 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
     own = {entry.name for entry in ATTACK.entries() if entry.group in groups}
     levels = EFFORTS[: EFFORTS.index(effort) + 1]
     tables = [table for least, table in CHOICES if least in levels and table["use"] in own]
-    chosen = [table for table in tables if WORKS.get(table["use"], lambda fed: True)(federation)]
+    chosen = [table for table in tables if table["use"] not in WORKS or WORKS[table["use"]](federation)]
     return [dict(table) if table["use"] in ONCE else {**table, "iterations": ITERATIONS[effort]} for table in chosen]
 
 

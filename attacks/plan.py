@@ -211,7 +211,6 @@ class AttackPlan(Checked):
         options: Table,
         rounds: int,
         clients: int,
-        limits: Sequence[str] = (),
         modality: type[Modality] = ImageModality,
         canaries: Table | None = None,
         noisy: bool = False,
@@ -219,11 +218,11 @@ class AttackPlan(Checked):
         """From the [[attack]] tables and the plan's keys in [audit]; adds the baselines.
 
         Args:
-            limits: names of those that apply to the chain.
-            modality: of the data; it names the baselines.
+            modality: of the data; it names the baselines, and the limits under noise.
             canaries: clients: the updates, by their clients, that canaries are in; examples: of each client, if these are examples;
                 None: there are none.
-            noisy: the chain draws noise, so that attacks are tuned to it unless their tables say otherwise.
+            noisy: the chain draws noise of a known density, so that attacks are tuned to it unless their tables say otherwise,
+                and there are limits.
 
         Raises:
             SpecError: names the table, the value and what is allowed.
@@ -241,8 +240,8 @@ class AttackPlan(Checked):
         ]
         if tests_membership:
             planned += [PlannedAttack(n, {"use": "membership", "score": n}, Budget(1)) for n in GUESSES]
-        added = [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits]
-        planned += [limit for limit in added if tests_membership or limit.metric != MEMBER]
+        limits = (*modality.limits, *([MEMBERSHIP_LIMIT] if tests_membership else [])) if noisy else ()
+        planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits]
         if canaries is not None:
             planned.append(PlannedAttack(CANARIES, {"use": CANARIES, **canaries}, Budget(1)))
         if len(planned) > MOST_ATTACKS:

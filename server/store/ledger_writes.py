@@ -9,6 +9,7 @@ from typing import Literal
 
 from fedgauge.attacks.base import LIMITS
 from fedgauge.attacks.engine.devices import Numerics
+from fedgauge.attacks.modality.membership import HELD, MEMBER
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.server.store.ledger_connection import LedgerError
@@ -283,14 +284,15 @@ class JobQueue(LedgerReads):
                 f"UPDATE jobs SET graded = ?, graded_to = ?, finished = {newer} WHERE id = ?", (reason, graded_to, job)
             )
 
-    def finished_tests(self, names: Iterable[str]) -> list[FinishedTest]:
-        """Return the finished jobs of membership tests, ordered by test, round and client."""
+    def finished_tests(self) -> list[FinishedTest]:
+        """Return the finished jobs of membership tests and their limits, ordered by test, round and client."""
         rows = self._db.execute(
             "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.graded IS NULL blind FROM jobs j"
             " JOIN attacks a ON a.id = j.attack_id LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"
-            " WHERE j.state = 'done' ORDER BY a.id, j.round, j.client LIMIT -1"
+            " WHERE j.state = 'done' AND a.metric IN (?, ?) ORDER BY a.id, j.round, j.client LIMIT -1",
+            (MEMBER, HELD),
         )
-        return [test for test in (FinishedTest(**dict(row)) for row in rows) if test.attack in set(names)]
+        return [FinishedTest(**dict(row)) for row in rows]
 
     def retest(self, job: int, rows: Sequence[ScoreRecord], reason: str) -> None:
         """Replace all rows of a finished membership test; reason: for a missing number."""

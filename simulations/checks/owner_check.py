@@ -12,7 +12,7 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import describe
 from fedgauge.attacks.problem import Problem
-from fedgauge.attacks.score_rows import attack_of
+from fedgauge.attacks.score_rows import WRONG_CLIENT
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
@@ -91,7 +91,7 @@ def history(owner: OwnerConfig) -> Iterator[CheckResult]:
         (max(values), name, event)
         for event in graded
         for name, values in event["exact"].items()
-        if values and attack_of(name) == name and name not in ImageModality.baselines
+        if values and name not in ImageModality.baselines and not name.startswith(WRONG_CLIENT)
     ]
     if worst := GRADED.leakiest(exact, lambda each: each[0]):
         value, name, event = worst

@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.plan import ATTACK, MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack, describe
+from fedgauge.attacks.plan import ATTACK, AttackPlan, PlannedAttack, describe
 from fedgauge.client.components import SpecError
 
 IG = {"use": "inverting_gradients"}
 IDLG = {"use": "idlg"}
 FB = {"use": "feedback_blending"}
-LIMITS = ["bayes_limit", "candidate_bound", MEMBERSHIP_LIMIT]
 
 
 def plan(*tables: dict[str, Any], **options: Any) -> AttackPlan:
@@ -93,7 +92,7 @@ def test_baselines_are_no_attacks_of_a_plan(table: dict[str, Any]) -> None:
 
 
 def test_limits_are_added_where_the_chain_has_them() -> None:
-    found = AttackPlan.from_tables([IG], {}, 10, 4, limits=LIMITS)
+    found = AttackPlan.from_tables([IG], {}, 10, 4, noisy=True)
     assert [p.name for p in found.attacks] == [
         "inverting_gradients",
         "mean_image",
@@ -114,7 +113,7 @@ def test_a_name_is_only_a_name() -> None:
     with pytest.raises(SpecError, match="two attacks are called 'mean_image'"):
         plan({**IG, "name": "mean_image"})
     with pytest.raises(SpecError, match="two attacks are called 'bayes_limit'"):
-        AttackPlan.from_tables([{**IG, "name": "bayes_limit"}], {}, 10, 4, limits=LIMITS)
+        AttackPlan.from_tables([{**IG, "name": "bayes_limit"}], {}, 10, 4, noisy=True)
 
 
 def test_two_attacks_of_one_name_are_refused() -> None:
@@ -149,7 +148,7 @@ def test_every_attack_can_be_planned_by_its_name_alone() -> None:
 
 
 def test_stateful_attacks_are_marked() -> None:
-    found = AttackPlan.from_tables([IG, FB, {**FB, "attack": IDLG, "name": "b"}], {}, 10, 4, limits=LIMITS)
+    found = AttackPlan.from_tables([IG, FB, {**FB, "attack": IDLG, "name": "b"}], {}, 10, 4, noisy=True)
     assert [p.name for p in found.attacks if p.is_stateful] == ["feedback_blending", "b"]
     assert PlannedAttack.from_json(found.attacks[2].to_json()) == found.attacks[2]
 
