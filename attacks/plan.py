@@ -17,7 +17,6 @@ from fedgauge.attacks.measure import Measure
 from fedgauge.attacks.membership.attack import MembershipLimit
 from fedgauge.attacks.membership.canaries import Canaries
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import GUESSES, HELD, MEMBER
 from fedgauge.attacks.modality.registry import MODALITIES
@@ -135,11 +134,6 @@ class PlannedAttack:
     def tests_membership(self) -> bool:
         """Return whether it tests membership in a batch or in a client's dataset."""
         return self.metric in (MEMBER, HELD) and self.role not in LIMITS
-
-    @property
-    def reconstructs(self) -> bool:
-        """Return whether it concerns reconstructed examples: an attack, a baseline or a limit on their errors."""
-        return self.metric in ("", mse.name)
 
     @cached_property
     def watched(self) -> Collection[int]:

@@ -267,11 +267,11 @@ def _in_brackets(reason: str) -> str:
 
 def _none_moved(reading: RunSnapshot) -> bool:
     """Check that the chain gave none of the compared attacks a derivative."""
-    scores, planned = reading.scores, reading.ledger.planned()
+    scores, rebuilding = reading.scores, {row["name"] for row in reading.attacks if not row["metric"]}
     flat = {row["name"] for row in reading.attacks if row["flat"]}
     graded = scores.where(scores.by_attacks & ~np.isnan(scores.value))
     names = (graded.attacks[attack] for attack in np.unique(graded.attack))
-    tried = [e.attack for e in excesses(scores)] or [n for n in names if n in planned and planned[n].reconstructs]
+    tried = [e.attack for e in excesses(scores)] or [n for n in names if n in rebuilding]
     return bool(tried) and flat.issuperset(tried)
 
 
@@ -310,8 +310,8 @@ def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
 
 
 def _nothing_to_judge(reading: RunSnapshot) -> str:
-    scores, planned = reading.scores, reading.ledger.planned()
-    if not any(attack.role == "attack" and attack.reconstructs for attack in planned.values()):
+    scores = reading.scores
+    if not any(row["role"] == "attack" and not row["metric"] for row in reading.attacks):
         return "no attack that reconstructs was planned"
     if reading.meta.get("replay") == "mismatch":
         return "the replay check failed"
