@@ -424,6 +424,7 @@ NotNegative = Annotated[float, Range("at least 0", lambda v: v >= 0)]
 Positive = Annotated[float, Range("above 0", lambda v: v > 0)]
 Share = Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1)]
 Part = Annotated[float, Range("above 0 and below 1", lambda v: 0 < v < 1)]
+Proportion = Annotated[float, Range("from 0 to 1", lambda v: 0 <= v <= 1)]
 Fraction = Annotated[float, Range("at least 0 and below 1", lambda v: 0 <= v < 1)]
 
 

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.utils._pytree import tree_map
 
 from fedgauge.attacks.base import Knowledge, Wave
-from fedgauge.attacks.engine.batch_limiter import exhausted
+from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.distances import InnerProducts, signs
 from fedgauge.attacks.text.certificate import Unreadable, language_model
 from fedgauge.attacks.text.ghost_products import ObservedGradients, gradients
@@ -129,8 +129,7 @@ class Matcher:
                     slopes = torch.autograd.grad(values.sum(), leaves, materialize_grads=True) if differentiable else ()
                 return values.detach(), *slopes
             except Exception as error:  # a user's model may raise anything on many problems at once
-                if exhausted(error):
-                    raise
+                raise_if_exhausted(error)
                 self.way = "chain"
         if not differentiable:
             with torch.no_grad():
@@ -160,8 +159,7 @@ class Matcher:
         try:
             return vmap(function)(guess.x, guess.y, guess.mask, seen)
         except Exception as error:  # a user's model may raise anything under vmap
-            if exhausted(error):
-                raise
+            raise_if_exhausted(error)
         alone = [{name: t[i] for name, t in seen.items()} for i in range(len(guess.x))]
         problems = zip(guess.x, guess.y, guess.mask, alone, strict=True)
         return tree_map(lambda *same: torch.stack(same), *[function(*one) for one in problems])
