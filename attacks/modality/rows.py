@@ -89,6 +89,9 @@ class RowModality(Modality):
                 values[name] = 100.0 * float(hits[surest].double().mean())
         return values
 
+    def arranged(self, x: Tensor) -> Tensor:
+        return x.float()
+
     def informed(self, known: Knowledge) -> Knowledge:
         return replace(known, columns=self.columns)
 
