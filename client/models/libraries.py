@@ -26,7 +26,10 @@ def torchvision(shape: Shape, classes: int, name: str, pretrained: Path | None =
     _check_name("torchvision", name, models.list_models(module=models))
     if shape[0] != 3:
         raise ValueError(f"torchvision's networks take images of three colours, and these have {shape[0]}: use timm's")
-    sized = {"image_size": shape[1]} if name.startswith("vit_") else {}
+    vit = name.startswith("vit_")
+    if vit and shape[1] != shape[2]:
+        raise ValueError(f"{name} takes square images, got {shape[1]} x {shape[2]}")
+    sized = {"image_size": shape[1]} if vit else {}
     extra = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
     return _loaded(models.get_model(name, weights=None, num_classes=classes, **sized, **extra), pretrained, classes)
 

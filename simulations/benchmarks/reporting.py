@@ -44,7 +44,7 @@ class BenchmarkReport:
     rows: tuple[Mapping[str, object], ...] = ()
 
 
-def record(name: str, report: BenchmarkReport, seconds: float) -> dict[str, Any]:
+def record(name: str, report: BenchmarkReport, seconds: float) -> Mapping[str, Any]:
     """A report for a results file: figures, settings, machine, date."""
     keys = ("name", "value", "unit", "target", "met", "note")
     return {
