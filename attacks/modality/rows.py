@@ -90,10 +90,6 @@ class RowModality(Modality):
         return values
 
     def arranged(self, x: Tensor) -> Tensor:
-        if x.dim() != 2 or x.shape[1] != self.columns.entries:
-            raise ValueError(
-                f"expected rows of {self.columns.entries} entries, as [data] encodes its columns, got {tuple(x.shape)}"
-            )
         return x.float()
 
     def informed(self, known: Knowledge) -> Knowledge:
