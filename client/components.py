@@ -338,7 +338,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
     Raises:
         SpecError: it does not fit.
     """
-    if hint is Any or hint is inspect.Parameter.empty:
+    if hint is Any:
         return value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -366,12 +366,17 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
             raise SpecError(f"{where} must be a finite number, got {value!r}")
         return float(value)
     elif origin in (tuple, list, Sequence) and isinstance(value, list | tuple):
-        return tuple(coerce(item, inner[0], f"{where}[{i}]") for i, item in enumerate(value))
+        if _any_length(hint) or len(value) == len(inner):
+            return tuple(coerce(item, inner[0], f"{where}[{i}]") for i, item in enumerate(value))
     elif origin is Mapping and isinstance(value, Mapping):
         return {key: coerce(item, inner[1], f"{where}: {key}") for key, item in value.items()}
     elif isinstance(hint, type) and isinstance(value, hint) and isinstance(value, bool) <= (hint is bool):
         return value
     raise SpecError(f"{where} must be {spell(hint)}, got {value!r}")
+
+
+def _any_length(hint: Any) -> bool:
+    return typing.get_origin(hint) is not tuple or typing.get_args(hint)[-1] is ...
 
 
 def spell(hint: Any) -> str:
@@ -384,7 +389,7 @@ def spell(hint: Any) -> str:
     if origin is Annotated:
         return spell(inner[0])
     if origin in (tuple, list, Sequence):
-        return f"a list, each {spell(inner[0])}"
+        return f"a list{'' if _any_length(hint) else f' of {len(inner)}'}, each {spell(inner[0])}"
     if origin is Mapping:
         return "a table"
     names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a table"}

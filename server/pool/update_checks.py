@@ -12,7 +12,6 @@ from torch import nn
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.training_evidence import TrainingEvidence, training_evidence
-from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer
 from fedgauge.client.local_training import LocalTraining
@@ -82,7 +81,7 @@ class TrainingCheck:
     def _write(self) -> None:
         whole = self._worst or TrainingEvidence("undecided", None, "")
         words = "; ".join(filter(None, (whole.words, RECORDED)))
-        names = [a["name"] for a in self._ledger.attacks() if a["name"] not in BASELINES]
+        names = [a["name"] for a in self._ledger.attacks() if a["role"] != "baseline"]
         self._ledger.describe("training", dict.fromkeys(names, words))
         self._ledger.set_meta(
             replay="unknown",

@@ -187,11 +187,11 @@ def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
 
 def _known_names(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
     if arrays and all(name.isdecimal() for name in arrays):
-        own = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
-        fits = [names for names in own if len(names) == len(arrays)]
+        orders = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
+        fits = [names for names in orders if len(names) == len(arrays)]
         if not fits:
             raise UploadMismatch(
-                f"the app uploads {len(arrays)} arrays without names, and [model] has {len(own[0])}, {len(own[1])} of them "
+                f"the app uploads {len(arrays)} arrays without names, and [model] has {len(orders[0])}, {len(orders[1])} of them "
                 "parameters: name the network that the app trains"
             )
         return dict(zip(sorted(arrays, key=int), fits[0], strict=True))

@@ -121,7 +121,7 @@ class CheckedStrategy(Wrapper):
     """
 
     inner: Strategy
-    record: Callable[[RoundReplies], None] = lambda intake: None
+    record: Callable[[RoundReplies], object] = lambda intake: None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     seed: int = 0
     clients: dict[int, int] = field(default_factory=dict)

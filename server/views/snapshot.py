@@ -13,6 +13,7 @@ import numpy as np
 
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.attacks.score_rows import wrong_client
 from fedgauge.client import toml_text
 from fedgauge.client.components import Count, SpecError, coerce
 from fedgauge.client.data_folder import may_download
@@ -29,7 +30,6 @@ from fedgauge.server.views.formatting import chain, component
 from fedgauge.server.views.leakage import Leak, leakage
 from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.plan_coverage import PlanCoverage, plan_coverage, selection
-from fedgauge.server.views.roles import attack_order, is_attack
 from fedgauge.server.views.scores import Scores, known_metrics
 from fedgauge.server.views.strength import final_accuracy
 
@@ -126,7 +126,7 @@ def run_line(run: Run) -> RunLine:
             chain=chain(tables),
             data=component(tables["data"]),
             model=component(tables["model"]),
-            attacks=tuple(row["name"] for row in ledger.attacks() if is_attack(row["name"])),
+            attacks=tuple(row["name"] for row in ledger.attacks() if row["role"] == "attack"),
             accuracy=final_accuracy({row["round"]: dict(row) for row in ledger.rounds()}),
             best=ledger.best_so_far(),
             measure=ledger.modality.main,
@@ -238,6 +238,7 @@ class RunSnapshot:
         self.meta, self.progress, self.pace = ledger.meta(), ledger.progress(), ledger.pace()
         if self.meta.get(RETRIED) != retried:  # rows were deleted
             self.scores, self._finished = Scores.empty(), 0
+        self.scores = replace(self.scores, roles={row["name"]: row["role"] for row in ledger.attacks()})
         self.rounds = {row["round"]: dict(row) for row in ledger.rounds()}
         if "rounds" in self.meta:  # a user's own app decides
             self.tables = {**self.tables, "rounds": int(self.meta["rounds"])}
@@ -315,7 +316,14 @@ class RunSnapshot:
     @property
     def order(self) -> list[str]:
         """Names in the scores: attacks in the plan's order, limits, baselines."""
-        return attack_order(self.ledger, self.scores.attacks)
+        return [name for name in self.names if name in self.scores.attacks]
+
+    @property
+    def names(self) -> list[str]:
+        """Names that the scores may have, in the same order: those of the plan, and each one's wrong client."""
+        roles = self.scores.roles
+        planned = sorted(roles, key=lambda name: (roles[name] == "baseline", roles[name] != "attack"))
+        return [*planned, *map(wrong_client, roles)]
 
     @property
     @viewed

@@ -19,7 +19,6 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.formatting import is_exact, number, percent, rounded
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
 from fedgauge.server.views.tables import Table
@@ -83,7 +82,7 @@ def is_done(path: Path) -> bool:
 def rows_of(cell: SweepCell, folder: Path) -> list[SweepRow]:
     """The rows of a finished cell: each has a number, or the reason why there is none."""
     with read_once(Run(folder / cell.folder)) as reading:
-        return [_row(cell, p, reading) for p in reading.ledger.planned().values() if is_attack(p.name)]
+        return [_row(cell, p, reading) for p in reading.ledger.planned().values() if p.role == "attack"]
 
 
 def failed_rows(cell: SweepCell, error: Exception) -> list[SweepRow]:
