@@ -127,7 +127,7 @@ def _importable() -> None:
             sys.path.append(folder)
 
 
-def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> dict[str, Any]:
+def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> Table:
     """Return the table with absolute paths; relative ones start from base.
 
     This is needed because Flower's processes and later readers of the run work in other folders.
@@ -135,7 +135,7 @@ def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> dict[s
     try:
         paths = path_arguments(table, kind)
     except SpecError:  # `build` reports it
-        return dict(table)
+        return table
     return {k: str(base.absolute() / v) if k in paths and isinstance(v, str) else v for k, v in table.items()}
 
 
@@ -299,7 +299,7 @@ def check_arguments(
     where: str,
     offered: Mapping[str, Any] | None = None,
     more_keys: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Arguments checked against a callable's signature and type hints, and completed from what is offered.
 
     Raises:
@@ -326,7 +326,7 @@ def check_arguments(
     return checked
 
 
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
     if not inspect.isclass(target) and not inspect.isfunction(target):
         return {}
     return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
@@ -429,6 +429,7 @@ NotNegative = Annotated[float, Range("at least 0", lambda v: v >= 0)]
 Positive = Annotated[float, Range("above 0", lambda v: v > 0)]
 Share = Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1)]
 Part = Annotated[float, Range("above 0 and below 1", lambda v: 0 < v < 1)]
+Proportion = Annotated[float, Range("from 0 to 1", lambda v: 0 <= v <= 1)]
 Fraction = Annotated[float, Range("at least 0 and below 1", lambda v: 0 <= v < 1)]
 
 

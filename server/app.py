@@ -86,7 +86,6 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         protocol.seed,
         discover_nodes(grid, protocol.clients, timeout if ledger.deployed else None),
         protocol=replace(protocol, secure_sum=None) if together else protocol,
-        strict=True,
         counts=malicious.counts if malicious else lambda round, client: True,
         options=replace(scenario.validator, max_examples=scenario.validator.max_examples or claimed),
     )

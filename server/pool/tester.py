@@ -34,7 +34,7 @@ Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)
 CHECKING = 60.0  # seconds after which no further update is checked against its truth
 MOST_DOUBTS = 3  # in one sentence
 EXAMPLE = "example"  # (B,) in a reconstruction's file: the example of the truth that each was paired with; -1: none
-GRADED = "graded against the examples handed in with --truth"
+GRADED = "graded against the given examples"
 EMPTY_HANDED = ("not_applicable", "diverged")
 
 
@@ -72,7 +72,7 @@ def grade(
         graded = notes.pop("", 0)
         every = len(jobs) - notes.pop(None, 0)
         of_all = f"{graded} of {every} reconstructions and baselines"
-        words = f"graded {of_all} against the examples handed in with --truth ({truth.folder})"
+        words = f"graded {of_all} against the examples in {truth.folder}"
         if tests:
             done = retest(source, scenario, tests, found)
             words += f"; {done} of {len(tests)} tests of membership done"

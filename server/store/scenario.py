@@ -26,6 +26,7 @@ from fedgauge.client.components import (
     Checked,
     Count,
     NotNegative,
+    Part,
     Positive,
     SpecError,
     Table,
@@ -129,18 +130,14 @@ class SimulationOptions(Checked):
 
 
 @dataclass(frozen=True)
-class PrivacyOptions:
+class PrivacyOptions(Checked):
     """Report of epsilons. With a [privacy] table, a chain without a guarantee is refused.
 
     Args:
         delta: at which epsilons are given, above 0 and below 1.
     """
 
-    delta: float = DELTA
-
-    def __post_init__(self) -> None:
-        if not 0 < self.delta < 1:
-            raise ValueError(f"delta must be above 0 and below 1, got {self.delta}")
+    delta: Part = DELTA
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def version_of(run: Run, ledger: Ledger) -> tuple[object, ...]:
     return *counts, state_of(run, ledger), meta.get("replay", ""), meta.get(RETRIED, "")
 
 
-def tables_of(run: Run) -> dict[str, Any]:
+def tables_of(run: Run) -> Mapping[str, Any]:
     """Return a run's scenario, with checks only of what views read.
 
     Raises:
@@ -71,7 +71,10 @@ def tables_of(run: Run) -> dict[str, Any]:
     """
     path = run.folder / "scenario.toml"
     try:
-        tables = {"seed": 0, **toml_text.parse(run_files.read(path))}  # a scenario may leave its seed out
+        tables = {
+            "seed": 0,
+            **toml_text.parse(run_files.read(path, toml_text.MOST)),
+        }  # a scenario may leave its seed out
         Protocol.from_tables(tables)
         for table in (tables["data"], tables["model"], *tables["chain"]):
             coerce(table.get("use"), str, "use")
@@ -238,7 +241,7 @@ class RunSnapshot:
         self.scores = replace(self.scores, roles={row["name"]: row["role"] for row in ledger.attacks()})
         self.rounds = {row["round"]: dict(row) for row in ledger.rounds()}
         if "rounds" in self.meta:  # a user's own app decides
-            self.tables["rounds"] = int(self.meta["rounds"])
+            self.tables = {**self.tables, "rounds": int(self.meta["rounds"])}
         if (finished := ledger.finished()) > self._finished:
             given = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
             for planned in ledger.planned().values():

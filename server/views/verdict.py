@@ -229,12 +229,12 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
     yield f"its best baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
     if e.exact:
-        yield f"{e.exact} of them come back exactly"
+        yield f"{e.exact} of them {'comes' if e.exact == 1 else 'come'} back exactly"
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         yield f"{e.identified} {by.private}s are identified{beyond}"
     elif e.exposed:
-        yield f"{e.exposed} of them are reconstructed {by.beyond}"
+        yield f"{e.exposed} of them {'is' if e.exposed == 1 else 'are'} reconstructed {by.beyond}"
     if limit is not None:
         yield f"no attack's mean error is below that of {decibel(limit)} dB"
 

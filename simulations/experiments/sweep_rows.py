@@ -185,7 +185,8 @@ def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
                 ),
                 *(_detected([row for row in every if row.metric == question]) for question in asked),
                 *(_leaked([row for row in every if row.metric == leak], leak) for leak in leaks),
-                _epsilon([r.epsilon for r in every]),
+                # the largest: of several seeds' guarantees, only it holds for all
+                number(max((r.epsilon for r in every if r.epsilon is not None), default=None), None),
                 percent(accuracy, space=" "),
                 number(cost, 0),
             ]
@@ -250,8 +251,3 @@ def _over_seeds(own: Sequence[SweepRow], column: str) -> float | None:
 def _mean(values: Sequence[float | None]) -> float | None:
     present = [v for v in values if v is not None]
     return sum(present) / len(present) if present else None
-
-
-def _epsilon(values: Sequence[float | None]) -> str:
-    """The largest: of several seeds' guarantees, only it holds for all."""
-    return number(max((v for v in values if v is not None), default=None), None)
