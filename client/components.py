@@ -190,11 +190,12 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
     try:
         return target(**arguments)
     except Exception as error:
+        words = str(error)
         if is_in(str(getattr(target, "__module__", "")), registry.user_packages()):  # it may raise anything
-            raise SpecError(f"{where}: {type(error).__name__}: {error}{own_line(error)}") from error
-        if isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
-            raise SpecError(f"{where}: {error}") from error
-        raise
+            words = f"{type(error).__name__}: {error}{own_line(error)}"
+        elif not isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
+            raise
+        raise SpecError(f"{where}: {words}") from error
 
 
 def call_checked(
