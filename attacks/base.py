@@ -23,6 +23,8 @@ from fedgauge.client.update import Batch, Loss, Params, Transform, Update, Updat
 
 Stream = Callable[..., Generator]  # stream("start", restart): a separate generator for each purpose of one observation
 Streams = Sequence[Stream]  # one for each observation of a wave, in order
+Role = Literal["attack", "baseline", "limit", "estimate"]  # estimate: of a limit, which an attack may pass
+LIMITS: Sequence[Role] = ("limit", "estimate")
 Status = Literal["converged", "out_of_budget", "diverged", "not_applicable"]
 ClientState = Mapping[str, Tensor]  # an attack's memory of one client between rounds, stored on disk
 
@@ -349,6 +351,16 @@ class Attack(Checked, ABC):
     def trains_first(self) -> bool:
         """Return whether it first trains or loads a network, which may take minutes."""
         return False
+
+    @property
+    def role(self) -> Role:
+        """What its scores are compared as: a baseline reads no update, and a limit bounds every attack."""
+        return "attack"
+
+    @property
+    def watched(self) -> Sequence[int]:
+        """The only clients it observes, in every round; empty: those that the plan attacks."""
+        return ()
 
     @property
     def metric(self) -> str:

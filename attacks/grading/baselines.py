@@ -20,6 +20,7 @@ class Baseline(Attack):
     """An attack that guesses from auxiliary data."""
 
     on_cpu = True
+    role = "baseline"
 
     @abstractmethod
     def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:

@@ -233,7 +233,7 @@ def own(table: Table, shape: Shape) -> ImageGenerator:
     return found
 
 
-def with_absolute_paths(table: Table, base: Path) -> dict[str, Any]:
+def with_absolute_paths(table: Table, base: Path) -> Table:
     """An attack's table with absolute paths to its generators' weights; relative paths start from base."""
 
     def place(key: str, value: Any) -> Any:

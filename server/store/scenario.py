@@ -20,12 +20,13 @@ from fedgauge.attacks.malicious import targeting
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, attack_name
+from fedgauge.attacks.plan import AttackPlan, attack_name
 from fedgauge.client import toml_text
 from fedgauge.client.components import (
     Checked,
     Count,
     NotNegative,
+    Part,
     Positive,
     SpecError,
     Table,
@@ -129,18 +130,14 @@ class SimulationOptions(Checked):
 
 
 @dataclass(frozen=True)
-class PrivacyOptions:
+class PrivacyOptions(Checked):
     """Report of epsilons. With a [privacy] table, a chain without a guarantee is refused.
 
     Args:
         delta: at which epsilons are given, above 0 and below 1.
     """
 
-    delta: float = DELTA
-
-    def __post_init__(self) -> None:
-        if not 0 < self.delta < 1:
-            raise ValueError(f"delta must be above 0 and below 1, got {self.delta}")
+    delta: Part = DELTA
 
 
 @dataclass(frozen=True)
@@ -289,9 +286,7 @@ def plan_of(tables: Sequence[Table], options: Table, federation: Federation) -> 
     """
     protocol, modality = federation.protocol, type(modality_of(federation.shards.dataset))
     noisy, canaries = noise_is_known(federation), _with_canaries(protocol)
-    limits = (*modality.limits, MEMBERSHIP_LIMIT) if noisy else ()
-    sizes = protocol.rounds, protocol.clients
-    return AttackPlan.from_tables(tables, options, *sizes, limits, modality, canaries, noisy)
+    return AttackPlan.from_tables(tables, options, protocol.rounds, protocol.clients, modality, canaries, noisy)
 
 
 def _absolute_paths(tables: Table, base: Path) -> Table:

@@ -12,6 +12,7 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import describe
 from fedgauge.attacks.problem import Problem
+from fedgauge.attacks.score_rows import WRONG_CLIENT
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
@@ -20,7 +21,6 @@ from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.files import read_file
 from fedgauge.defenses.accounting import DELTA, PrivacyStatement, privacy_statement
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.roles import is_attack
 from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt
 from fedgauge.simulations.checks.scenario_check import describe_data
 
@@ -87,8 +87,13 @@ def history(owner: OwnerConfig) -> Iterator[CheckResult]:
     for reason, times in reasons.most_common(SHOWN_REASONS):
         yield CheckResult("history", False, False, _line(f"{reason} ({times} x)"))
     graded = [event for event in events if event["event"] == "graded"]
-    exact = [(max(values), name, event) for event in graded for name, values in event["exact"].items() if values]
-    if worst := GRADED.leakiest((each for each in exact if is_attack(each[1])), lambda each: each[0]):
+    exact = [
+        (max(values), name, event)
+        for event in graded
+        for name, values in event["exact"].items()
+        if values and name not in ImageModality.baselines and not name.startswith(WRONG_CLIENT)
+    ]
+    if worst := GRADED.leakiest(exact, lambda each: each[0]):
         value, name, event = worst
         highest = max(event["reported"].get(name, ()), default=None)
         reported = "not reported" if highest is None else f"reported to the server as {highest:g}"

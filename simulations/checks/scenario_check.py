@@ -48,7 +48,12 @@ def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[
     Raises:
         SpecError: clients cannot train, no update can be recomputed, or no planned attack works.
     """
-    stages = (_check_strategy, _check_network, check_links, partial(check_attacks, patience=patience))
+    stages = (
+        _check_strategy,
+        lambda s: check_network(s.federation),
+        check_links,
+        partial(check_attacks, patience=patience),
+    )
     for result in _carry_out(scenario, stages):
         _refuse(result)
         if result.works is False and (result.code != NOT_APPLICABLE or result.name == PLAN):
@@ -91,10 +96,6 @@ def _refuse(result: CheckResult, where: str = "") -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- the stages
-
-
-def _check_network(scenario: Scenario) -> Iterator[CheckResult]:
-    return check_network(scenario.federation)
 
 
 def _check_strategy(scenario: Scenario) -> Iterator[CheckResult]:

@@ -1,4 +1,4 @@
-"""The end of `fedgauge run` and `fedgauge audit`: print scores, notices and the report."""
+"""The end of `fedgauge run` and `fedgauge audit`: print scores, the verdict, notices and the report."""
 
 import sys
 
@@ -9,14 +9,13 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.leak_tables import rounds_table
-from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on
 from fedgauge.server.views.participation import guarded, participation
 from fedgauge.server.views.privacy import canaries
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
-from fedgauge.server.views.verdict import leak_sentences, ungraded_reason, verdict_of
+from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.cli.options import tell
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.view import finish
@@ -55,17 +54,15 @@ def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
     table = rounds_table(reading).only(*SHOWN)
     if table.rows:
         console.print(rich_table(table))
-    else:
-        _print_line(console, f"no table: {verdict_of(reading).sentence}")
+    verdict = verdict_of(reading).sentences if ledger.attacks() or not table.rows else ()
+    for text in verdict:
+        _print_line(console, text, "bold")
     if reading.scores.left_ungraded and (reason := ungraded_reason(reading)):
         _print_line(console, f"reconstructions without a grade, which the report shows: {reason}")
-    if ledger.attacks() and table.rows:
-        for text in (*members_sentences(verdict_of(reading).members, ledger), *leak_sentences(reading)):
-            _print_line(console, text)
     if meta.get("replay") == "ok":
         _print_line(console, f"replay check: {meta['replay_detail']}")
     effects = server_attack_effects(reading)
-    reasons = ledger.reasons()
+    reasons = [row for row in ledger.reasons() if not any(row["reason"] in text for text in verdict)]
     for text in (
         canaries(reading),
         *(f"malicious server, {name}: {effect}" for name, effect in effects.items()),

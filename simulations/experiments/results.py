@@ -70,7 +70,7 @@ class ResultsFile(Generic[Row]):
                 raise SpecError(f"{self.path} is of {words}; name another file, or remove this one")
 
 
-def read_results(path: Path) -> dict[str, Any]:
+def read_results(path: Path) -> Mapping[str, Any]:
     """Read a file of results, or a kept one by the name of its table.
 
     Raises:
@@ -105,7 +105,7 @@ def rows_of(kept: Mapping[str, Any], kind: type[Row], name: str) -> list[Row]:
         raise SpecError(f"{name} holds a row of another kind: {str(error):.200}") from error
 
 
-def head_of(paper_table: PaperTable) -> dict[str, Any]:
+def head_of(paper_table: PaperTable) -> Mapping[str, Any]:
     """Return the head of a table's file; `computed` has digests of all that decides an attack's figures except the code."""
     computed = {}
     for cell in paper_table.cells:

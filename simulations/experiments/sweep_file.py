@@ -7,7 +7,6 @@ from pathlib import Path
 
 from fedgauge.client.components import SpecError, Table, coerce
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.roles import is_attack
 from fedgauge.simulations.experiments.grid import Cell, expand, layered, read
 
 # keys of a [[defense]]; MERGED are scenario tables, merged into those of [scenario]
@@ -76,4 +75,4 @@ def _cell(shared: Table, cell: Cell) -> SweepCell:
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from error
     folder = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', defense).strip('-.')}-seed{own['seed']}"
-    return SweepCell(defense, own["seed"], folder, tables, tuple(p.name for p in planned if is_attack(p.name)))
+    return SweepCell(defense, own["seed"], folder, tables, tuple(p.name for p in planned if p.role == "attack"))
