@@ -221,6 +221,19 @@ def own_line(error: BaseException) -> str:
 
 
 @contextmanager
+def errors_in(where: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Begin an error's sentence with the file or table that it is in.
+
+    Raises:
+        SpecError: for a SpecError, and for an error of these kinds.
+    """
+    try:
+        yield
+    except (SpecError, *kinds) as error:
+        raise SpecError(f"{where}: {getattr(error, 'strerror', None) or error}") from error
+
+
+@contextmanager
 def users_errors() -> Iterator[None]:
     """Turn an exception that a user's own code raises into a SpecError; fedgauge's own faults keep their traceback.
 

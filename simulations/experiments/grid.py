@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from fedgauge.attacks.plan import attack_name
 from fedgauge.client import toml_text
-from fedgauge.client.components import SpecError, Table, coerce
+from fedgauge.client.components import SpecError, Table, coerce, errors_in
 from fedgauge.client.files import read_file
 
 Experiment = TypeVar("Experiment")
@@ -42,10 +42,8 @@ def read(path: Path, make: Callable[[Table], Experiment]) -> Experiment:
     Raises:
         SpecError: the file is missing or wrong; the message names it.
     """
-    try:
+    with errors_in(path, OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return make(toml_text.parse(read_file(path, toml_text.MOST)))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
-        raise SpecError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def expand(tables: Table, keys: Collection[str], joined: Collection[str], others: Collection[str] = ()) -> list[Cell]:
