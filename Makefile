@@ -7,7 +7,7 @@ WORKERS := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 # bytecode is kept even where the shell forbids it: each process that a test starts would compile all files again
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
-.PHONY: install demo test test-full test-all test-containers lint bench docs site clean
+.PHONY: install demo test pytest test-full test-all test-containers lint bench docs site clean
 
 install: $(STAMP)
 
@@ -19,7 +19,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/fedgauge run simulations/quickstart.toml
 
-test: lint
+# mypy works beside the tests, which wait for other programs at times
+test: install
+	+$(MAKE) -j2 lint pytest
+
+pytest: install
 	$(PYTEST)
 
 # what `make test` leaves out: full products of components, and faults of whole deployments

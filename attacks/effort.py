@@ -4,6 +4,7 @@ The choice reads only the agreed protocol: the kind of data, the network, the ch
 scenario means the same audit everywhere.
 """
 
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Literal, get_args
 
@@ -17,6 +18,7 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
 from fedgauge.attacks.problem import Unattackable
 from fedgauge.client.components import Table
+from fedgauge.client.data.own_arrays import Arrays
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer
 
@@ -32,49 +34,15 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
     """The [[attack]] tables of an effort; more effort keeps each attack of less, with at least its budget."""
     groups = (*type(modality_of(federation.shards.dataset)).attacks, MEMBERSHIP)
     own = {entry.name for entry in ATTACK.entries() if entry.group in groups}
-    model, shape = federation.model, federation.shards.dataset.shape
-    examples = federation.shards.batch_size * len(
-        federation.protocol.groups(1)[0]
-    )  # behind an update, or a group's sum
-
-    def works(attack: str) -> bool:
-        match attack:
-            case "analytic":
-                return examples == 1 and _dense(federation) is not None
-            case "patch_embedding":
-                return examples == 1 and embeds_patches(model, shape)
-            case "recursive":
-                return examples == 1 and _dense(federation) is None and _solvable(federation)
-            case "spear" | "spear_plus_plus":
-                dense = _dense(federation) if examples > 1 else None
-                readable = dense is not None and dense.relu and bool(dense.call.bias)
-                return readable and (attack == "spear_plus_plus" or not noise_is_known(federation))
-            case "exact" | "learned_rows":
-                return examples == 1
-            case "tag":
-                return bool(getattr(federation.chain.local, "adaptive", False))
-            case "bayes":
-                return noise_is_known(federation)
-            case "leave_layer_out":
-                return bool(federation.chain.hidden)
-            case "precode_joint" | "grad_inversion":
-                kind = StochasticLayer if attack == "precode_joint" else nn.modules.batchnorm._BatchNorm
-                return any(isinstance(module, kind) for module in model.modules())
-            case "class_gaussian":
-                return federation.shards.dataset.labelled and not federation.shards.dataset.y.is_floating_point()
-            case "gifd":
-                return prod(shape) <= GENERATED
-            case "surrogate":
-                return federation.chain.local.steps > 1
-            case "several_rounds":  # a client that trains on the same examples in every round
-                return min(map(len, federation.shards.indices)) <= federation.shards.batch_size
-            case "ridge_inversion":
-                return sum(p.numel() for p in model.parameters()) <= RIDGE_PARAMETERS
-        return True
-
     levels = EFFORTS[: EFFORTS.index(effort) + 1]
-    chosen = [table for least, table in CHOICES if least in levels and table["use"] in own and works(table["use"])]
+    tables = [table for least, table in CHOICES if least in levels and table["use"] in own]
+    chosen = [table for table in tables if table["use"] not in WORKS or WORKS[table["use"]](federation)]
     return [dict(table) if table["use"] in ONCE else {**table, "iterations": ITERATIONS[effort]} for table in chosen]
+
+
+def _alone(fed: Federation) -> bool:
+    """Return whether one example is behind an update, or a group's sum."""
+    return fed.shards.batch_size * len(fed.protocol.groups(1)[0]) == 1
 
 
 def _dense(fed: Federation) -> InputLayer | None:
@@ -91,6 +59,40 @@ def _solvable(fed: Federation) -> bool:
         return bool(stages_of(fed.model, fed.shards.dataset.shape))
     except Unattackable:
         return False
+
+
+def _readable(fed: Federation) -> bool:
+    """Return whether several examples can be told apart by the ReLUs of the layer that reads them."""
+    dense = None if _alone(fed) else _dense(fed)
+    return dense is not None and dense.relu and bool(dense.call.bias)
+
+
+def _has(fed: Federation, kind: type[nn.Module]) -> bool:
+    return any(isinstance(module, kind) for module in fed.model.modules())
+
+
+# where an attack works, if not everywhere
+WORKS: Mapping[str, Callable[[Federation], bool]] = {
+    "analytic": lambda fed: _alone(fed) and _dense(fed) is not None,
+    "patch_embedding": lambda fed: _alone(fed) and embeds_patches(fed.model, fed.shards.dataset.shape),
+    "recursive": lambda fed: _alone(fed) and _dense(fed) is None and _solvable(fed),
+    "spear": lambda fed: _readable(fed) and not noise_is_known(fed),
+    "spear_plus_plus": _readable,
+    "exact": _alone,
+    "learned_rows": _alone,
+    "tag": lambda fed: bool(getattr(fed.chain.local, "adaptive", False)),
+    "bayes": noise_is_known,
+    "dlg": lambda fed: isinstance(fed.shards.dataset, Arrays),
+    "leave_layer_out": lambda fed: bool(fed.chain.hidden),
+    "precode_joint": lambda fed: _has(fed, StochasticLayer),
+    "grad_inversion": lambda fed: _has(fed, nn.modules.batchnorm._BatchNorm),
+    "class_gaussian": lambda fed: fed.shards.dataset.labelled and not fed.shards.dataset.y.is_floating_point(),
+    "gifd": lambda fed: prod(fed.shards.dataset.shape) <= GENERATED,
+    "surrogate": lambda fed: fed.chain.local.steps > 1,
+    # a client that trains on the same examples in every round
+    "several_rounds": lambda fed: min(map(len, fed.shards.indices)) <= fed.shards.batch_size,
+    "ridge_inversion": lambda fed: sum(p.numel() for p in fed.model.parameters()) <= RIDGE_PARAMETERS,
+}
 
 
 def _search(use: str, tune: str, given: bool = False, **settings: float) -> Table:
@@ -119,6 +121,7 @@ CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("quick", {"use": "leave_layer_out"}),
     ("quick", _search("precode_joint", "off")),
     ("standard", _search("precode_joint", "shadow")),
+    ("standard", {"use": "dlg", "by_tensor": True}),  # recurrent networks, masks
     ("standard", {"use": "grad_inversion"}),
     ("standard", _search("gifd", "shadow")),
     ("thorough", _search("gifd", "off", given=True)),  # often better if the defense hides little

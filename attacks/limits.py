@@ -24,7 +24,7 @@ import torch
 from torch import Generator, Tensor
 from torch.func import functional_call, jvp, vmap
 
-from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.base import Knowledge, Role
 from fedgauge.attacks.gaussian_prior import ClassPrior, VarianceBlock, public_priors
 from fedgauge.attacks.measure import Case, Measure, Memories, Rows
 from fedgauge.attacks.modality.image_metrics import mse
@@ -271,6 +271,7 @@ class ErrorLimit(Measure):
     needs_truth: ClassVar[bool] = False
 
     metric = mse.name
+    role: Role = "limit"
     takes_gradients = False
 
     @abstractmethod
@@ -285,6 +286,8 @@ class ErrorLimit(Measure):
 @dataclass(frozen=True)
 class BayesLimit(ErrorLimit):
     """The Bayes error if the images of a class were Gaussian."""
+
+    role = "estimate"
 
     def assumes(self, fed: Federation, batch: str) -> list[str]:
         values = len(fed.protocol.groups(1)[0]) * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from fedgauge.attacks.base import Attack, Budget
+from fedgauge.attacks.base import LIMITS, Attack, Budget, Role
 from fedgauge.attacks.candidate_bound import CandidateBound
 from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.limits import BayesLimit
@@ -17,10 +17,9 @@ from fedgauge.attacks.measure import Measure
 from fedgauge.attacks.membership.attack import MembershipLimit
 from fedgauge.attacks.membership.canaries import Canaries
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import GUESSES, HELD, MEMBER
-from fedgauge.attacks.modality.registry import BASELINES, MODALITIES
+from fedgauge.attacks.modality.registry import MODALITIES
 from fedgauge.client.components import (
     Checked,
     ComponentKind,
@@ -32,20 +31,20 @@ from fedgauge.client.components import (
     call,
     check_arguments,
     coerce,
-    is_own,
+    errors_in,
     settings_of,
 )
 
 MEMBERSHIP = "fedgauge.membership"  # the registry's group of tests of membership
 _RECONSTRUCTING = dict.fromkeys(group for modality in MODALITIES.values() for group in modality.attacks)
-ATTACK = ComponentKind("an attack", (*_RECONSTRUCTING, MEMBERSHIP, "fedgauge.baselines"), Attack)
-ERROR_LIMITS = BAYES_LIMIT, CANDIDATE_BOUND = "bayes_limit", "candidate_bound"
+_BASELINES = "fedgauge.baselines"
+ATTACK = ComponentKind("an attack", (*_RECONSTRUCTING, MEMBERSHIP, _BASELINES), Attack)
 MEMBERSHIP_LIMIT, CANARIES = "membership_limit", "canaries"
 MOST_ATTACKS = 1000  # of a run, baselines included: pages and reports compare each with each
-# what a run adds where it applies, and no scenario names: limits on all attacks, and what canaries show of the noise
-LIMITS: Mapping[str, type[Measure]] = {
-    BAYES_LIMIT: BayesLimit,
-    CANDIDATE_BOUND: CandidateBound,
+# components that a run adds where they apply, and no scenario names
+_ADDED: Mapping[str, type[Measure]] = {
+    "bayes_limit": BayesLimit,
+    "candidate_bound": CandidateBound,
     MEMBERSHIP_LIMIT: MembershipLimit,
     CANARIES: Canaries,
 }
@@ -105,8 +104,8 @@ class PlannedAttack:
         arguments = check_arguments(cls, {**own, "name": attack_name(table), "table": component}, where)
         budget = settings_of(Budget, spent, where)
         planned: PlannedAttack = call(cls, {**arguments, "budget": budget}, where)
-        if not _NAME.fullmatch(planned.name) or planned.name in LIMITS:  # it becomes part of a file name
-            raise SpecError(f"{where}: name: at most 64 letters, digits, - and _, and no limit's, got {planned.name!r}")
+        if not _NAME.fullmatch(planned.name):  # it becomes part of a file name
+            raise SpecError(f"{where}: name: at most 64 letters, digits, - and _, got {planned.name!r}")
         if planned.tune == "shadow" and not attack.tunes:
             raise SpecError(f"{where}: {component['use']} has no settings to tune; leave tune out")
         planned.images(where)
@@ -117,78 +116,60 @@ class PlannedAttack:
 
     def build(self) -> Attack:
         where = f"[[attack]] {self.name}"
-        if self.is_limit:
-            return settings_of(LIMITS[self.name], {k: v for k, v in self.table.items() if k != "use"}, where)
+        if (added := _ADDED.get(str(self.table.get("use")))) is not None:
+            return settings_of(added, {k: v for k, v in self.table.items() if k != "use"}, where)
         built: Attack = build(self.table, where, self.kind)
         return built
 
-    @property
-    def is_baseline(self) -> bool:
-        return self.name in BASELINES
-
-    @property
-    def is_limit(self) -> bool:
-        """Return whether it is a limit or a canary test, which reconstructs nothing."""
-        return self.name in LIMITS
+    @cached_property
+    def role(self) -> Role:
+        """As its component declares it; of an attack of a ledger, as its row says, since its module may not be there."""
+        return self.build().role
 
     @cached_property
     def metric(self) -> str:
-        """The metric to report for an attack that reconstructs nothing; empty for an attack that reconstructs.
-
-        The ledger keeps it for a user's own attack (`to_json`), which is also listed if its module may not be loaded.
-        """
-        try:
-            return self.build().metric
-        except SpecError:  # a ledger from elsewhere may plan anything, which is refused when it is to attack
-            return ""
+        """The metric to report for an attack that reconstructs nothing; empty for an attack that reconstructs. As for role."""
+        return self.build().metric
 
     @property
     def tests_membership(self) -> bool:
         """Return whether it tests membership in a batch or in a client's dataset."""
-        return self.metric in (MEMBER, HELD) and not self.is_limit
+        return self.metric in (MEMBER, HELD) and self.role not in LIMITS
 
-    @property
-    def reconstructs(self) -> bool:
-        """Return whether it concerns reconstructed examples: an attack, a baseline or a limit on their errors."""
-        return self.metric in ("", mse.name)
-
-    @property
+    @cached_property
     def watched(self) -> Collection[int]:
         """The only clients it observes, in every round; empty: those that the plan attacks."""
-        return self.table.get("clients", ()) if self.is_limit else ()
+        try:
+            return self.build().watched
+        except SpecError:  # a ledger from elsewhere may plan anything, which is refused when it is to attack
+            return ()
 
     @property
     def is_stateful(self) -> bool:
         """Return whether a client's earlier rounds influence the attack on the next one, so that its jobs must run in order."""
-        try:
-            return self.build().is_stateful
-        except SpecError:  # as for metric
-            return False
+        return self.build().is_stateful
 
     def to_json(self) -> str:
         """Return every field as one line of JSON, equal for equal plans: part of a job's key, and what a worker receives."""
         spec = {k: v for k, v in dataclasses.asdict(self).items() if k not in _OMITTED or v != _OMITTED[k]}
-        if not self.is_limit and self.metric and not is_own(self.table, self.kind):
-            spec["question"] = self.metric
         return json.dumps(spec, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> "PlannedAttack":
+    def from_json(cls, text: str, **declared: str) -> "PlannedAttack":
         """Read the text that `to_json` wrote.
+
+        Args:
+            declared: role and metric of its component; default: asked of the component.
 
         Raises:
             SpecError: the text is not of that form.
         """
         where = "a planned attack"
-        try:
+        with errors_in(where, ValueError, RecursionError):
             stored = dict(coerce(json.loads(text), dict, where))
-        except (ValueError, RecursionError) as error:
-            raise SpecError(f"{where} cannot be read: {error}") from error
-        metric = coerce(stored.pop("question", ""), str, f"{where}: question")
         budget = settings_of(Budget, stored.pop("budget", {}), f"{where}: budget")
         planned: PlannedAttack = call(cls, {**check_arguments(cls, stored, where), "budget": budget}, where)
-        if not planned.is_limit and not is_own(planned.table, planned.kind):
-            vars(planned).update(metric=metric)
+        vars(planned).update(declared)
         return planned
 
 
@@ -223,7 +204,6 @@ class AttackPlan(Checked):
         options: Table,
         rounds: int,
         clients: int,
-        limits: Sequence[str] = (),
         modality: type[Modality] = ImageModality,
         canaries: Table | None = None,
         noisy: bool = False,
@@ -231,11 +211,11 @@ class AttackPlan(Checked):
         """From the [[attack]] tables and the plan's keys in [audit]; adds the baselines.
 
         Args:
-            limits: those of LIMITS that apply to the chain.
-            modality: of the data; it names the baselines.
+            modality: of the data; it names the baselines, and the limits under noise.
             canaries: clients: the updates, by their clients, that canaries are in; examples: of each client, if these are examples;
                 None: there are none.
-            noisy: the chain draws noise, so that attacks are tuned to it unless their tables say otherwise.
+            noisy: the chain draws noise of a known density, so that attacks are tuned to it unless their tables say otherwise,
+                and there are limits.
 
         Raises:
             SpecError: names the table, the value and what is allowed.
@@ -253,9 +233,8 @@ class AttackPlan(Checked):
         ]
         if tests_membership:
             planned += [PlannedAttack(n, {"use": "membership", "score": n}, Budget(1)) for n in GUESSES]
-        planned += [
-            PlannedAttack(n, {"use": n}, Budget(1)) for n in limits if tests_membership or LIMITS[n]().metric != MEMBER
-        ]
+        limits = (*modality.limits, *([MEMBERSHIP_LIMIT] if tests_membership else [])) if noisy else ()
+        planned += [PlannedAttack(n, {"use": n}, Budget(1)) for n in limits]
         if canaries is not None:
             planned.append(PlannedAttack(CANARIES, {"use": CANARIES, **canaries}, Budget(1)))
         if len(planned) > MOST_ATTACKS:
@@ -304,9 +283,8 @@ def _attack(table: Table, where: str, modality: type[Modality]) -> PlannedAttack
     """An attack from a scenario; SpecError if it is a baseline, or is for other data. Of a user's own nothing is known."""
     planned = PlannedAttack.from_table(table, where)
     use, given = str(planned.table["use"]), f"{modality.main.private}s"
-    if use in BASELINES or planned.is_baseline:
-        name = use if use in BASELINES else planned.name
-        raise SpecError(f"{where}: {name!r} is a baseline, which always runs: leave it out or take another name")
+    if any(e.own and e.name == use and e.group == _BASELINES for e in ATTACK.entries()):
+        raise SpecError(f"{where}: {use!r} is a baseline, which always runs: leave it out")
     fitting = modalities_of(use)
     if fitting and modality not in fitting:
         raise SpecError(f"{where}: {use} reconstructs {fitting[0].main.private}s, and [data] holds {given}")

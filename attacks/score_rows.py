@@ -30,11 +30,6 @@ def wrong_client(attack: str) -> str:
     return f"{WRONG_CLIENT}{attack})"
 
 
-def attack_of(name: str) -> str:
-    """Return the attack that made the reconstruction graded under a name: itself, or that of a wrong_client."""
-    return name.removeprefix(WRONG_CLIENT).removesuffix(")") if name.startswith(WRONG_CLIENT) else name
-
-
 def came_back(x: Tensor | None) -> bool:
     """Return whether a reconstruction has anything to grade."""
     return x is not None and bool(torch.isfinite(x).all())

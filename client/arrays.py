@@ -11,7 +11,7 @@ _LENGTH = {(1, 0): 2, (2, 0): 4}  # bytes that give the header's length, by vers
 _LARGEST = 10_000  # bytes of a header, as NumPy's own reader
 _FIELDS = [
     re.compile(rb"""['"]shape['"]\s*:\s*\(([\d\s,]*)\)"""),
-    re.compile(rb"""['"]descr['"]\s*:\s*['"]([<>|=]?(?:[iufc]\d{1,2}|b1|\?))['"]"""),
+    re.compile(rb"""['"]descr['"]\s*:\s*['"]([<>|=]?(?:[iu][1248]|f[248]|c(?:8|16)|b1|\?))['"]"""),
     re.compile(rb"""['"]fortran_order['"]\s*:\s*(True|False)"""),
 ]
 
@@ -44,10 +44,7 @@ def npy_header(data: bytes) -> NpyHeader:
         raise ValueError("expected the header of an array of numbers")
     sizes, name, by_columns = (field[1].decode() for field in found if field)
     shape = tuple(int(size) for size in sizes.split(",") if size.strip())
-    try:
-        dtype = np.dtype(name)
-    except TypeError as error:  # such as f3
-        raise ValueError(str(error)) from error
+    dtype = np.dtype(name)
     if (claimed := math.prod(shape) * dtype.itemsize) > (following := len(data) - start):
         raise ValueError(f"the header claims {claimed} bytes for shape {shape}, but {following} follow")
     return NpyHeader(shape, dtype, by_columns == "True", start)

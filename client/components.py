@@ -127,7 +127,7 @@ def _importable() -> None:
             sys.path.append(folder)
 
 
-def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> dict[str, Any]:
+def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> Table:
     """Return the table with absolute paths; relative ones start from base.
 
     This is needed because Flower's processes and later readers of the run work in other folders.
@@ -135,7 +135,7 @@ def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> dict[s
     try:
         paths = path_arguments(table, kind)
     except SpecError:  # `build` reports it
-        return dict(table)
+        return table
     return {k: str(base.absolute() / v) if k in paths and isinstance(v, str) else v for k, v in table.items()}
 
 
@@ -190,11 +190,12 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
     try:
         return target(**arguments)
     except Exception as error:
+        words = str(error)
         if is_in(str(getattr(target, "__module__", "")), registry.user_packages()):  # it may raise anything
-            raise SpecError(f"{where}: {type(error).__name__}: {error}{own_line(error)}") from error
-        if isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
-            raise SpecError(f"{where}: {error}") from error
-        raise
+            words = f"{type(error).__name__}: {error}{own_line(error)}"
+        elif not isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
+            raise
+        raise SpecError(f"{where}: {words}") from error
 
 
 def call_checked(
@@ -217,6 +218,20 @@ def own_line(error: BaseException) -> str:
         if is_in(frame.f_globals.get("__name__", ""), users)
     ]
     return f" ({own[-1]})" if own else ""
+
+
+@contextmanager
+def errors_in(where: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Begin an error's sentence with the file or table that it is in.
+
+    Raises:
+        SpecError: for a SpecError, and for an error of these kinds.
+    """
+    told: tuple[type[Exception], ...] = (SpecError, *kinds)
+    try:
+        yield
+    except told as error:
+        raise SpecError(f"{where}: {getattr(error, 'strerror', None) or error}") from error
 
 
 @contextmanager
@@ -299,7 +314,7 @@ def check_arguments(
     where: str,
     offered: Mapping[str, Any] | None = None,
     more_keys: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Arguments checked against a callable's signature and type hints, and completed from what is offered.
 
     Raises:
@@ -326,7 +341,7 @@ def check_arguments(
     return checked
 
 
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
     if not inspect.isclass(target) and not inspect.isfunction(target):
         return {}
     return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
@@ -338,7 +353,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
     Raises:
         SpecError: it does not fit.
     """
-    if hint is Any or hint is inspect.Parameter.empty:
+    if hint is Any:
         return value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -366,12 +381,17 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
             raise SpecError(f"{where} must be a finite number, got {value!r}")
         return float(value)
     elif origin in (tuple, list, Sequence) and isinstance(value, list | tuple):
-        return tuple(coerce(item, inner[0], f"{where}[{i}]") for i, item in enumerate(value))
+        if _any_length(hint) or len(value) == len(inner):
+            return tuple(coerce(item, inner[0], f"{where}[{i}]") for i, item in enumerate(value))
     elif origin is Mapping and isinstance(value, Mapping):
         return {key: coerce(item, inner[1], f"{where}: {key}") for key, item in value.items()}
     elif isinstance(hint, type) and isinstance(value, hint) and isinstance(value, bool) <= (hint is bool):
         return value
     raise SpecError(f"{where} must be {spell(hint)}, got {value!r}")
+
+
+def _any_length(hint: Any) -> bool:
+    return typing.get_origin(hint) is not tuple or typing.get_args(hint)[-1] is ...
 
 
 def spell(hint: Any) -> str:
@@ -384,7 +404,7 @@ def spell(hint: Any) -> str:
     if origin is Annotated:
         return spell(inner[0])
     if origin in (tuple, list, Sequence):
-        return f"a list, each {spell(inner[0])}"
+        return f"a list{'' if _any_length(hint) else f' of {len(inner)}'}, each {spell(inner[0])}"
     if origin is Mapping:
         return "a table"
     names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a table"}
@@ -424,6 +444,7 @@ NotNegative = Annotated[float, Range("at least 0", lambda v: v >= 0)]
 Positive = Annotated[float, Range("above 0", lambda v: v > 0)]
 Share = Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1)]
 Part = Annotated[float, Range("above 0 and below 1", lambda v: 0 < v < 1)]
+Proportion = Annotated[float, Range("from 0 to 1", lambda v: 0 <= v <= 1)]
 Fraction = Annotated[float, Range("at least 0 and below 1", lambda v: 0 <= v < 1)]
 
 

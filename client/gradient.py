@@ -122,10 +122,8 @@ def _by_func(objective: Callable[[Params], Tensor], params: Params) -> Update:
     """By torch.func, which works under vmap; by plain autograd where it refuses the model."""
     try:
         return dict(grad(objective)(params))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or torch._C._functorch.peek_interpreter_stack() is not None:
             raise
         return _plain(objective, params)
 

@@ -102,11 +102,11 @@ def is_per_example(link: Transform) -> bool:
 
 def is_identity(link: Transform) -> bool:
     """Check that a link does nothing: it returns the same function that it was given."""
-    return link(_probe) is _probe
 
+    def probe(params: Params, batch: Batch, rng: Generator | None) -> Update:
+        return params
 
-def _probe(params: Params, batch: Batch, rng: Generator | None) -> Update:
-    raise AssertionError("is_identity only compares this function")
+    return link(probe) is probe
 
 
 def transformed() -> bool:
@@ -142,12 +142,8 @@ class per_example:
 
             try:
                 updates: Update = vmap(one, randomness="different")(batch.x, batch.y)
-            except torch.OutOfMemoryError:
-                raise
-            except (
-                Exception
-            ) as error:  # whatever a network raises under vmap; one by one, an example fails for itself alone
-                if transformed():
+            except Exception as error:  # of a network under vmap; one by one, an example fails for itself alone
+                if transformed() or isinstance(error, torch.OutOfMemoryError):
                     raise
                 _say_once(f"examples are taken one by one, as torch.func.vmap fails: {type(error).__name__}: {error}")
                 each = [one(x, y) for x, y in zip(*batch, strict=True)]

@@ -5,16 +5,17 @@ NVFlare: percentile_privacy and svt_privacy; Flower: the noise of LocalDpMod. Ea
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.components import Count, Positive, Share
+from fedgauge.client.components import Count, NotNegative, Part, Positive, Range, Share
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update
 from fedgauge.defenses.noise import gaussian
 
+Percentage = Annotated[float, Range("in 0..100", lambda v: 0 <= v <= 100)]
 PASSES = 64  # over the entries that were not accepted before; NVFlare has no end
 
 
@@ -37,14 +38,9 @@ class percentile_privacy(UpdateTransform):
         {'w': tensor([ 0., -3.,  2.])}
     """
 
-    percentile: float = 10.0
+    percentile: Percentage = 10.0
     gamma: Positive = 0.01
     steps: Count = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.percentile <= 100:
-            raise ValueError(f"percentile must be in 0..100, got {self.percentile}")
 
     def apply(self, update: Update, rng: Generator | None) -> Update:
         magnitudes = _flat(update).detach().abs() / self.steps
@@ -161,7 +157,7 @@ class svt_privacy(UpdateTransform):
         return None
 
 
-def local_dp(epsilon: float, sensitivity: float = 1.0, delta: float = 1e-5) -> gaussian:
+def local_dp(epsilon: Positive, sensitivity: NotNegative = 1.0, delta: Part = 1e-5) -> gaussian:
     """The normal noise of Flower's LocalDpMod; put `clip` before it for the mod's clipping.
 
     Args:
@@ -172,12 +168,7 @@ def local_dp(epsilon: float, sensitivity: float = 1.0, delta: float = 1e-5) -> g
     Example:
         >>> round(local_dp(epsilon=1.0).sigma, 2)
         4.84
-
-    Raises:
-        ValueError: a value is out of its range.
     """
-    if not epsilon > 0 or not sensitivity >= 0 or not 0 < delta < 1:
-        raise ValueError(f"epsilon = {epsilon}, sensitivity = {sensitivity}, delta = {delta}: one is out of its range")
     return gaussian(sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / epsilon)
 
 

@@ -4,14 +4,17 @@ QSGD (Alistarh et al., NeurIPS 2017) spaces the levels over a tensor's Euclidean
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Generator, Tensor
 
+from fedgauge.client.components import Range
 from fedgauge.client.transforms import Link, UpdateDistribution, UpdateTransform
 from fedgauge.client.update import Update, norm
 from fedgauge.defenses.noise import identity
+
+Bits = Annotated[int, Range("from 2 (a sign and zero or not) to 16", lambda n: 2 <= n <= 16)]
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,8 @@ class quantize(UpdateTransform):
         {'w': tensor([-4.,  0.,  4.])}
     """
 
-    bits: int
+    bits: Bits
     kind: Literal["qsgd", "uniform"] = "qsgd"
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 16:
-            raise ValueError(f"bits must be from 2 (a sign and zero or not) to 16, got {self.bits}")
 
     @property
     def levels(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
+from fedgauge.client.components import Fraction
 from fedgauge.client.gradient import without_running_stats
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.transforms import Link, UpdateDistribution
@@ -40,11 +41,10 @@ class soteria(Link):
     model: nn.Module = field(repr=False)
     normalise: Callable[[Tensor], Tensor] = field(repr=False)
     layer: str | None = None
-    rate: float = 0.8
+    rate: Fraction = 0.8
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rate < 1:
-            raise ValueError(f"rate must be at least 0 and below 1, got {self.rate}")
+        super().__post_init__()
         if isinstance(self.model, LanguageModel):
             raise ValueError("soteria scores features by how pixels change them, and text has no pixels: remove it")
         linears = {name: m for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}

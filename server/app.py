@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from logging import WARNING
 from pathlib import Path
 
@@ -74,26 +75,17 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     inner = build_strategy(scenario.strategy, protocol.clients, 1 if ledger.deployed else None)
     if start is not None:
         vars(inner).update(start.strategy)
-    seen: list[Participation] = []
     malicious = _malicious(run, ledger, scenario, inner)
     together = protocol.secure_sum if ledger.deployed else None  # a simulation's is the checked strategy's
-
-    def take(intake: RoundReplies) -> None:
-        if together is not None:
-            intake = _of_sums(intake, protocol)
-        if malicious is not None:
-            malicious.note(intake)
-        seen[:] = recorder.put(intake)
-
+    answered: list[RoundReplies] = []
     claimed = None if ledger.deployed else fed.shards.batch_size  # a deployment's clients choose their own
     strategy = CheckedStrategy(
         malicious or inner,
-        take,
+        answered.append,
         buffers,
         protocol.seed,
         discover_nodes(grid, protocol.clients, timeout if ledger.deployed else None),
         protocol=replace(protocol, secure_sum=None) if together else protocol,
-        strict=True,
         counts=malicious.counts if malicious else lambda round, client: True,
         options=replace(scenario.validator, max_examples=scenario.validator.max_examples or claimed),
     )
@@ -106,17 +98,20 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         grader = ClientGrader(run, ledger, grid, strategy.clients, protocol, timeout)
         between = [grader.ask, LateJoiners(grid, protocol.clients, strategy.clients).admit]
     served = strategy if together is None else _secured(strategy, protocol, timeout)
-    arrays, began = ArrayRecord(params), time.perf_counter()
+    arrays, began, cost = ArrayRecord(params), time.perf_counter(), 0.0
     for round in range(done, protocol.rounds + 1):
         if round > done:
             arrays = one_round(served, grid, round, arrays, timeout)
             params = dict(arrays.to_torch_state_dict())
-            _keep(run, ledger, checkpoint.Checkpoint(round, params, strategy.buffers, vars(inner), tuple(seen)))
-            recorder.enter(round, seen)
+            intake = answered.pop() if together is None else _of_sums(answered.pop(), protocol)
+            if malicious is not None:
+                malicious.note(intake)
+            at = checkpoint.Checkpoint(round, params, strategy.buffers, vars(inner), ())
+            cost = recorder(intake, partial(_keep, run, ledger, at))
         elif any(row["round"] == done for row in ledger.rounds(done)):
             continue
         accuracy, loss = _figures(fed, ledger, round, params, strategy.buffers)
-        ledger.record_round(round, accuracy, loss, time.perf_counter() - began, recorder.seconds.pop(round, 0.0))
+        ledger.record_round(round, accuracy, loss, time.perf_counter() - began, cost)
         for wait in between:
             wait()
         began = time.perf_counter()
@@ -214,10 +209,10 @@ def _figures(
     return None, None
 
 
-def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint) -> None:
+def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint, seen: Sequence[Participation]) -> None:
     """Write a checkpoint; if that fails the training goes on, and the run records why it cannot be resumed there."""
     try:
-        at.write(run.folder)
+        replace(at, seen=tuple(seen)).write(run.folder)
     except checkpoint.StateNotSavable as error:
         checkpoint.mark_not_resumable(run.folder, str(error))
     except OSError as error:  # e.g. a full disk; the previous checkpoint is still complete

@@ -12,6 +12,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedgauge.client.components import SpecError
+
 HOSTS = ("localhost", "127.0.0.1", "superlink")  # the server's names on one machine and among its containers
 DAYS = 825  # a certificate is valid
 _PRIVATE, _PUBLIC = 0o600, 0o644
@@ -55,7 +57,7 @@ def write_authority(folder: Path, hosts: Sequence[str] = (), mutual: bool = Fals
 
 
 def alternative_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
-    """The server's names for its certificate; ValueError for text that is neither a name nor an address."""
+    """The server's names for its certificate; SpecError for text that is neither a name nor an address."""
     return [_alternative(host) for host in dict.fromkeys([*HOSTS, *hosts])]
 
 
@@ -98,7 +100,7 @@ def _alternative(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         if re.fullmatch(r"[A-Za-z0-9.-]+", host) is None:
-            raise ValueError(f"{host!r} is neither an address nor a name that a certificate can hold") from None
+            raise SpecError(f"--host: {host!r} is neither an address nor a name that a certificate can hold") from None
         return x509.DNSName(host)
 
 

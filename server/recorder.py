@@ -1,8 +1,8 @@
-"""Recorder of a scenario's own server: updates to the tape, then observations and jobs to the ledger in one transaction."""
+"""Recorder of a scenario's own server: of a round the updates, its checkpoint, then observations and jobs."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store.ledger import Ledger
@@ -13,7 +13,7 @@ from fedgauge.server.strategy.checked import AcceptedReply, GuardReport, RoundRe
 
 @dataclass
 class UpdateRecorder:
-    """Records a round's checked replies: updates to the tape, then observations and jobs to the ledger in one transaction.
+    """Records a round's checked replies.
 
     Args:
         plan: what to attack; None records who answered and keeps nothing (curiosity off).
@@ -25,14 +25,28 @@ class UpdateRecorder:
     tape: Tape
     plan: AttackPlan | None
     keep: Keep = "all"
-    seconds: dict[int, float] = field(default_factory=dict)  # what recording cost, by round
 
-    def __call__(self, intake: RoundReplies) -> None:
-        self.enter(intake.round, self.put(intake))
+    def __call__(
+        self, intake: RoundReplies, checkpoint: Callable[[Sequence[Participation]], None] = lambda seen: None
+    ) -> float:
+        """Record a round in the order tape, checkpoint, ledger, of which the last is one transaction.
 
-    def put(self, intake: RoundReplies) -> list[Participation]:
-        """Write updates to the tape; return what to enter in the ledger."""
+        Args:
+            checkpoint: writes one, with who took part.
+
+        Returns:
+            The seconds that this cost, without the checkpoint's.
+        """
         started = time.perf_counter()
+        seen = self._tape(intake)
+        taped = time.perf_counter()
+        checkpoint(seen)
+        entered = time.perf_counter()
+        self.ledger.record_intake(intake.round, seen, self.plan)
+        return taped - started + time.perf_counter() - entered
+
+    def _tape(self, intake: RoundReplies) -> list[Participation]:
+        """Write updates to the tape; return what to enter in the ledger."""
         kept, of_round, seen = self._kept(intake), "", list(intake.refused)
         for a in intake.accepted:
             digest, why = None, ""
@@ -52,17 +66,11 @@ class UpdateRecorder:
             self.tape.forget(intake.round, ())
         if intake.undone:
             self.ledger.add_problem("undone", intake.undone, intake.round)
-        self.seconds[intake.round] = time.perf_counter() - started
         return seen
 
     def _write(self, intake: RoundReplies, reply: AcceptedReply) -> str:
         returned = {} if intake.summed else reply.buffers  # of a sum they are several clients'
         return self.tape.write_update(intake.round, reply.client, reply.update, returned)
-
-    def enter(self, round: int, seen: Sequence[Participation]) -> None:
-        started = time.perf_counter()
-        self.ledger.record_intake(round, seen, self.plan)
-        self.seconds[round] = self.seconds.get(round, 0.0) + time.perf_counter() - started
 
     def _kept(self, intake: RoundReplies) -> set[int]:
         """Return the clients recorded on the tape; in the first round at least one, for the replay check."""

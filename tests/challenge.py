@@ -1,12 +1,19 @@
 """Simple attacks that enter the challenge: fedgauge reproduce challenge --allow tests --attack tests.challenge:nearest."""
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch.func import jvp, vmap
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
+from fedgauge.attacks.engine.distances import each, squared
 from fedgauge.attacks.gaussian_prior import GaussianPrior, class_means, deviations
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective
+from fedgauge.attacks.matching.priors import gaussian
+from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.attacks.matching.search import LBFGSSearch
 from fedgauge.client.update import Batch, Update
 
 
@@ -73,3 +80,29 @@ class gauss_newton(Attack):
                 best = min(best, (off, x), key=lambda pair: pair[0])
             results.append(Reconstruction(best[1].detach(), y, best[0], self.steps, 0.0, "converged"))
         return results
+
+
+@dataclass(frozen=True)
+class from_class_means(Attack):
+    """Inverting Gradients from the classes' mean images instead of noise, in smaller steps."""
+
+    needs_derivative = True
+
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: list[Stream]) -> list[Reconstruction]:
+        assert known.labels is not None
+        means = class_means(known.public, torch.arange(known.classes)).float()
+        engine = inverting_gradients(rate=0.05)
+        return engine.continued(wave, known, budget, streams, means[known.labels])
+
+
+@dataclass(frozen=True)
+class second_order(Attack):
+    """iDLG's search under a Gaussian prior by class: L-BFGS, and the distance of each tensor by itself."""
+
+    share: float = 1e-3
+    needs_derivative = True
+
+    def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: list[Stream]) -> list[Reconstruction]:
+        prior = gaussian(2 * self.share / (known.batch_size * prod(known.shape)), by_class=True)
+        engine = GradientMatching(Objective(each(squared()), (prior,)), LBFGSSearch(history=50))
+        return engine.reconstruct(wave, known, budget, streams)

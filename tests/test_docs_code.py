@@ -33,6 +33,7 @@ from fedgauge.simulations.cli.components import components_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import create_run
+from tests.client.test_array_inputs import masks
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 GUIDES = ("bring-your-own.md", "audit-your-flower-app.md")
@@ -112,16 +113,42 @@ def test_every_kind_of_label_of_the_guide_is_restored_exactly_with_its_example(f
     assert len(rows) == 4
 
 
-def test_the_windows_of_the_guide_are_read_exactly(folder: Path) -> None:
-    rng = np.random.default_rng(0)
-    np.savez("windows.npz", x=rng.normal(size=(160, 3, 16)).astype(np.float32), y=rng.integers(0, 3, 160))
-    _, shown = re.findall(r"^```toml\n(\[data\].*?)^```", (DOCS / GUIDES[0]).read_text(), re.DOTALL | re.MULTILINE)
+def shown_data() -> list[str]:
+    """The guide's blocks of TOML that begin with data: photographs, arrays, masks."""
+    return re.findall(r"^```toml\n(\[data\].*?)^```", (DOCS / GUIDES[0]).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def attacked(folder: Path, attack: dict[str, Any], **changes: Any) -> dict[str, float]:
+    """The scores of an attack on one update of the guide's scenario with other tables."""
+    planned = PlannedAttack.from_table(attack, "the guide's attack")
     with allowing(["mine"], [folder]):
-        own = loaded(folder).protocol
-        plain = replace(own, **tomllib.loads(shown), chain=({"use": "local_sgd", "rate": 0.1},))
+        plain = replace(loaded(folder).protocol, **changes, chain=({"use": "local_sgd", "rate": 0.1},))
         source = FederationSource(Federation(plain).check())
-        (result,) = Auditor(source).audit(PlannedAttack("recursive", {"use": "recursive"}), source.wave())
-    assert max(row.value or 0 for row in result.rows if row.metric == "psnr") > 60
+        (result,) = Auditor(source).audit(planned, source.wave())
+    return {row.metric: row.value or 0.0 for row in result.rows}
+
+
+@pytest.mark.parametrize(
+    ("shape", "model", "use"), [((3, 16), "Windows", "recursive"), ((1, 4, 5, 6), "Small", "analytic")]
+)
+def test_the_windows_of_the_guide_and_volumes_are_read_exactly(
+    folder: Path, shape: tuple[int, ...], model: str, use: str
+) -> None:
+    rng = np.random.default_rng(0)
+    np.savez("windows.npz", x=rng.normal(size=(160, *shape)).astype(np.float32), y=rng.integers(0, 3, 160))
+    tables = tomllib.loads(shown_data()[1])
+    assert tables["model"] == {"use": "mine:Windows"}
+    assert attacked(folder, {"use": use}, data=tables["data"], model={"use": f"mine:{model}"})["psnr"] > 60
+
+
+def test_the_masks_of_the_guide_are_optimised_with_the_images(folder: Path) -> None:
+    y = masks()
+    rng = np.random.default_rng(0)
+    np.savez("masks.npz", x=(0.5 * y[:, None] + rng.normal(0, 0.1, (160, 1, 8, 8))).astype(np.float32), y=y)
+    tables = tomllib.loads(shown_data()[2])
+    (attack,) = tables.pop("attack")
+    found, guess = (attacked(folder, of, **tables) for of in (attack, {"use": "mean_image"}))
+    assert found["mask_iou"] > guess["mask_iou"] + 0.1 and found["psnr"] > guess["psnr"], (found, guess)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +195,7 @@ def test_a_defense_and_an_attack_of_one_file_each_run(tmp_path: Path) -> None:
 
 
 def test_data_in_files_take_the_datas_place(folder: Path) -> None:
-    own, _ = (  # the other is of arrays
-        b for b in re.findall(r"^```toml\n(\[data\].*?)^```", (DOCS / GUIDES[0]).read_text(), re.DOTALL | re.MULTILINE)
-    )
-    text = re.sub(r"\[data\]\n.*?\n\n", own + "\n", (folder / "mine.toml").read_text(), flags=re.DOTALL)
+    text = re.sub(r"\[data\]\n.*?\n\n", shown_data()[0] + "\n", (folder / "mine.toml").read_text(), flags=re.DOTALL)
     (folder / "photos.toml").write_text(text)
     rng = np.random.default_rng(0)
     for name in ("cats", "dogs"):

@@ -72,7 +72,7 @@ class cosine(_Joint):
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         p = _total(products)
-        return 1 - p.inner / (_root(p.seen) * _root(p.expected)).clamp_min(_TINY)
+        return 1 - p.inner / (root(p.seen) * root(p.expected)).clamp_min(_TINY)
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         pairs = {k: (seen[k], t) for k, t in expected.items()}
@@ -304,7 +304,7 @@ def _total(products: Mapping[str, InnerProducts]) -> InnerProducts:
     return InnerProducts(*(torch.stack(parts).sum(0) for parts in zip(*products.values(), strict=True)))
 
 
-def _root(square: Tensor) -> Tensor:
+def root(square: Tensor) -> Tensor:
     """Square root, safe to differentiate at zero."""
     return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
 

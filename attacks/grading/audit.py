@@ -151,8 +151,6 @@ class Auditor:
         if len(parts) > 1:
             each = {a.client: a for part in parts for a in self.audit(planned, part, others, memories)}
             return [each[client] for client in wave.clients]
-        if planned.is_baseline:
-            others = {}
         others = {c: o for c, o in others.items() if fed.protocol.alike(c, o, wave.round)}
         attack = planned.build()
         if isinstance(attack, Measure):
@@ -200,7 +198,7 @@ class Auditor:
         return audited
 
     def _threat(self, planned: PlannedAttack, attack: Attack, wave: Wave, members: int) -> tuple[Knowledge, Wave]:
-        if self.source.blind and planned.is_baseline:
+        if self.source.blind and planned.role == "baseline":
             planned = replace(planned, labels="restored")
         fed = self.federation if attack.on_cpu else self._moved
         known = self.knowledge(planned, members, fed)

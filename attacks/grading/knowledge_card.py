@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
+from fedgauge.attacks.base import LIMITS
 from fedgauge.attacks.measure import Measure
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack, describe
@@ -29,7 +30,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
     """
     modality = modality_of(fed.shards.dataset)
     auxiliary = modality.auxiliary(planned.images(), len(fed.shards.auxiliary))
-    if planned.is_baseline:
+    if planned.role == "baseline":
         labels = "the true labels (in a deployment, the restored ones), " if planned.labels == "given" else ""
         return f"{labels}{auxiliary} and nothing else"
     links = " > ".join(map(describe, fed.protocol.chain))
@@ -38,7 +39,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         fewer = sums.least < sums.group and fed.protocol.stragglers.probability
         batch += f", sum of {f'{sums.least} to ' if fewer else ''}{sums.group} clients"
     attack, local = planned.build(), fed.chain.local
-    if planned.is_limit and isinstance(attack, Measure):
+    if planned.role in LIMITS and isinstance(attack, Measure):
         return SEPARATOR.join([f"chain {links}", *attack.assumes(fed, batch)])
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
     parts = [

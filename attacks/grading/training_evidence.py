@@ -14,10 +14,8 @@ In 96 random federations of small networks no honest update was called another t
 in all of them (tests/attacks/grading/test_evidence_counts.py).
 """
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -158,26 +156,3 @@ def _kept(seen: Observation) -> torch.dtype:
         if float(near.double().mean()) > MOST:  # by chance one in a thousand would be
             return dtype
     return torch.float32
-
-
-Found = Mapping[tuple[int, int], TrainingEvidence]  # by (round, client)
-
-
-def over_rounds(found: Found) -> TrainingEvidence:
-    """Return the worst result of at least one update, and how many have it."""
-    key = min(found, key=lambda key: ((False, None, True).index(found[key].fits), key))
-    worst = found[key]
-    if len(found) == 1:
-        return worst
-    alike = sum(evidence.fits is worst.fits for evidence in found.values())
-    place = f"client {key[1]}, round {key[0]}, as the first of {alike} updates of {len(found)} compared"
-    return replace(worst, words=f"{worst.words} ({place})")
-
-
-def to_json(found: Found) -> str:
-    return json.dumps([[*key, asdict(evidence)] for key, evidence in sorted(found.items())])
-
-
-def from_json(text: str) -> dict[tuple[int, int], TrainingEvidence]:
-    rows: Iterable[tuple[int, int, dict[str, Any]]] = json.loads(text)
-    return {(round, client): TrainingEvidence(**fields) for round, client, fields in rows}

@@ -20,6 +20,7 @@ from fedgauge.attacks.base import (
 )
 from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.client.components import Proportion
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,18 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
             image) and "noise" measure the effect of the start by itself.
 
     Raises:
-        ValueError: attack is not a gradient-matching recipe, or alpha is outside 0 to 1.
+        ValueError: attack is not a gradient-matching recipe.
     """
 
     attack: str | Mapping[str, Any] | Attack = "idlg"
-    alpha: float = 0.5
+    alpha: Proportion = 0.5
     discard_failures: bool = True
     fit: float = 1e-4
     start: Literal["blend", "half", "mean", "noise"] = "blend"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, GradientMatching) or not 0 <= self.alpha <= 1:
-            raise ValueError("attack must be a gradient-matching recipe such as idlg, and alpha from 0 to 1")
+        if not isinstance(self.inner, GradientMatching):
+            raise ValueError("attack must be a gradient-matching recipe such as idlg")
 
     @property
     def label_source(self) -> Literal["restored", "optimised"]:

@@ -137,11 +137,6 @@ class Objective:
     training: TrainingModel = field(default_factory=unrolled)
     parametrisation: Parametrisation | None = None
 
-    def __post_init__(self) -> None:
-        for prior in self.priors:
-            if not prior.weight >= 0:
-                raise ValueError(f"the weight of {type(prior).__name__} must not be negative, got {prior.weight}")
-
 
 def _noise_sizes(known: Knowledge) -> dict[str, tuple[int, int, int]]:
     """The noise that a model's layers draw while a client trains: (steps, examples of a step, numbers), by variable name."""

@@ -13,7 +13,7 @@ from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.computation import layer_inputs
 from fedgauge.attacks.gaussian_prior import GaussianPrior, class_means, deviations
 from fedgauge.attacks.learned.generators import GeneratorTraining, check, generator_of
-from fedgauge.client.components import Checked, ComponentKind, Count, Positive
+from fedgauge.client.components import Checked, ComponentKind, Count, NotNegative, Positive
 from fedgauge.client.update import Params
 
 ESTIMATED = 64  # batches of auxiliary images from which BatchNorm's statistics are estimated
@@ -49,7 +49,7 @@ class LabelledEnergy:
 class Prior(Checked, ABC):
     """A frozen dataclass; its weight is the prior's share of the objective."""
 
-    weight: float
+    weight: NotNegative
 
     @property
     def trains_first(self) -> bool:
@@ -77,7 +77,7 @@ class total_variation(Prior):
             in GradInversion; the weights of the two differ by the number of pixels.
     """
 
-    weight: float
+    weight: NotNegative
     power: Literal[1, 2] = 1
 
     def bind(self, known: Knowledge, params: Params) -> Energy:
@@ -98,7 +98,7 @@ def _mean(differences: Tensor) -> Tensor:
 class magnitude(Prior):
     """The mean square of normalised pixels (the L2 term of DeepInversion)."""
 
-    weight: float
+    weight: NotNegative
 
     def bind(self, known: Knowledge, params: Params) -> Energy:
         return lambda x: x.square().mean()
@@ -116,7 +116,7 @@ class batch_statistics(Prior):
             returns (GIA Running). "auxiliary": the mean over batches of auxiliary images (GIA Estimate).
     """
 
-    weight: float
+    weight: NotNegative
     of: Literal["running", "auxiliary"] = "running"
 
     def bind(self, known: Knowledge, params: Params) -> Energy:
@@ -165,7 +165,7 @@ class gaussian(Prior):
         by_class: each image has its class's mean, and all have the covariance within classes; labels are restored or given.
     """
 
-    weight: float = 1.0
+    weight: NotNegative = 1.0
     by_class: bool = False
 
     def bind(self, known: Knowledge, params: Params) -> Energy | LabelledEnergy:
@@ -249,7 +249,7 @@ def fitted_total_variation(known: Knowledge) -> float:
 class laplacian(Prior):
     """Independent Laplace distributions of pixels in [0, 1]: the sum of |x - mean| / scale."""
 
-    weight: float
+    weight: NotNegative
     mean: float
     scale: float
 
@@ -271,7 +271,7 @@ class generator_prior(Prior):
         deviation: of the noise.
     """
 
-    weight: float = 1.0
+    weight: NotNegative = 1.0
     generator: dict | None = None  # type: ignore[type-arg]  # as TOML gives it; `check` looks at what is in it
     latent: Count = 128
     width: Count = 32

@@ -6,14 +6,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.base import Knowledge, Role, Wave
 from fedgauge.attacks.measure import Case, Measure, Memories, Rows
 from fedgauge.attacks.membership.candidates import MembershipTest
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.limit import detectability, pair_area, power
 from fedgauge.attacks.membership.scores import SCORES, Scoring, against_non_members, calibrated, classes_of
-from fedgauge.attacks.modality.membership import HELD, LABELS_ALONE, MEMBER, RATES
+from fedgauge.attacks.modality.membership import GUESSES, HELD, LABELS_ALONE, MEMBER, RATES
 from fedgauge.client.components import Count, Natural
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch, concatenate
@@ -49,6 +49,10 @@ class membership(Measure):
     ] = "likelihood_ratio"
     strangers: Count = 1000
     held: Natural = 40
+
+    @property
+    def role(self) -> Role:
+        return "baseline" if self.score in GUESSES else "attack"
 
     @property
     def metric(self) -> str:
@@ -105,6 +109,7 @@ class MembershipLimit(Measure):
     """Limit of any membership test on one update under normal noise."""
 
     metric = MEMBER
+    role = "limit"
 
     def assumes(self, fed: Federation, batch: str) -> list[str]:
         return [batch, "the rest of the batch known, and the candidates"]

@@ -34,6 +34,12 @@ class Canaries(Measure):
     clients: tuple[int, ...] = ()
     examples: int = 0
 
+    role = "limit"
+
+    @property
+    def watched(self) -> Sequence[int]:
+        return self.clients
+
     @property
     def metric(self) -> str:
         return EVIDENCE if self.examples else CANARY

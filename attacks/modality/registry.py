@@ -1,11 +1,11 @@
-"""The kinds of private data, with the metrics and baselines of all of them."""
+"""The kinds of private data, with the metrics of all of them."""
 
 from collections.abc import Collection
 
 from fedgauge.attacks.modality.arrays import ArrayModality
 from fedgauge.attacks.modality.base import Measured, Modality
 from fedgauge.attacks.modality.images import ImageModality
-from fedgauge.attacks.modality.membership import GUESSES, MEMBERSHIP
+from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.client.data.corpora import Text
@@ -15,14 +15,12 @@ from fedgauge.client.data.tables import Tabular
 
 MODALITIES: dict[type[Dataset], type[Modality]] = {}
 MEASURED: dict[str, Measured] = {}  # what each metric is, in the order in which tables and figures show them
-BASELINES: dict[str, str] = {}  # the component of each name
 
 
 def register(dataset: type[Dataset], modality: type[Modality]) -> None:
     """Register a modality for the datasets of this type."""
     MODALITIES[dataset] = modality
     MEASURED.update(modality.measured)
-    BASELINES.update(modality.baselines)
 
 
 register(Arrays, ArrayModality)  # first, as images are looked for first by the metric of both
@@ -30,7 +28,6 @@ register(Dataset, ImageModality)
 register(Text, SentenceModality)
 register(Tabular, RowModality)
 MEASURED.update(MEMBERSHIP)
-BASELINES.update(dict.fromkeys(GUESSES, "membership"))
 
 
 def modality_of(dataset: Dataset) -> Modality:

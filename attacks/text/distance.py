@@ -15,8 +15,8 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.utils._pytree import tree_map
 
 from fedgauge.attacks.base import Knowledge, Wave
-from fedgauge.attacks.engine.batch_limiter import exhausted
-from fedgauge.attacks.engine.distances import InnerProducts, signs
+from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
+from fedgauge.attacks.engine.distances import InnerProducts, root, signs
 from fedgauge.attacks.text.certificate import Unreadable, language_model
 from fedgauge.attacks.text.ghost_products import ObservedGradients, gradients
 from fedgauge.client.local_training import local_sgd
@@ -29,11 +29,6 @@ FEW = 4  # problems in one pass that forms all gradients together
 TINY = 1e-20
 Kind = Literal["cosine", "squared", "l2_l1"]
 Way = Literal["products", "formed", "chain"]
-
-
-def _root(square: Tensor) -> Tensor:
-    """Square root that can be differentiated at zero."""
-    return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
 
 
 class SentenceGuess(NamedTuple):
@@ -129,8 +124,7 @@ class Matcher:
                     slopes = torch.autograd.grad(values.sum(), leaves, materialize_grads=True) if differentiable else ()
                 return values.detach(), *slopes
             except Exception as error:  # a user's model may raise anything on many problems at once
-                if exhausted(error):
-                    raise
+                raise_if_exhausted(error)
                 self.way = "chain"
         if not differentiable:
             with torch.no_grad():
@@ -151,7 +145,7 @@ class Matcher:
         """Distances (P,) from the products (P, T) of every tensor."""
         inner, seen, expected = products
         if self.kind == "cosine":
-            return (1 - inner / (_root(seen) * _root(expected)).clamp_min(TINY)).mean(1)
+            return (1 - inner / (root(seen) * root(expected)).clamp_min(TINY)).mean(1)
         # not clamped at zero, although rounding may go below: the slope would vanish there
         return (seen - 2 * inner + expected).sum(1)
 
@@ -160,8 +154,7 @@ class Matcher:
         try:
             return vmap(function)(guess.x, guess.y, guess.mask, seen)
         except Exception as error:  # a user's model may raise anything under vmap
-            if exhausted(error):
-                raise
+            raise_if_exhausted(error)
         alone = [{name: t[i] for name, t in seen.items()} for i in range(len(guess.x))]
         problems = zip(guess.x, guess.y, guess.mask, alone, strict=True)
         return tree_map(lambda *same: torch.stack(same), *[function(*one) for one in problems])

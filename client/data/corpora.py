@@ -23,7 +23,7 @@ from fedgauge.client.rng import generator
 
 Longer = Literal["cut", "drop"]
 MOST_TESTED = 2000  # pieces; every round evaluates them all
-Length = Annotated[int, Range("at least 2", lambda n: n >= 2)]
+Length = Annotated[int, Range("from 2 to 1048576", lambda n: 2 <= n <= 1 << 20)]
 Vocabulary = Annotated[int, Range("at least 200", lambda n: n >= 200)]  # it has every letter twice
 
 

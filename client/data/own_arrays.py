@@ -106,10 +106,12 @@ def read_parts(path: Path, test: float, needed: Sequence[str] = ("x", "y")) -> P
     """
     stored = {name: array for name, array in read_npz(path).items() if name in ("x", "y", "x_test", "y_test")}
     whole = stored.keys() >= set(needed) and ("x_test" in stored) == ("y" in stored and "y_test" in stored)
-    if not whole or stored["x"].ndim < 2 or any(array.dtype.kind not in "biuf" for array in stored.values()):
+    numbers = all(array.dtype.kind in "biuf" and array.dtype.itemsize <= 8 for array in stored.values())
+    if not whole or not numbers or stored["x"].ndim < 2:
         found = ", ".join(f"{name} of {array.dtype}" for name, array in stored.items())
         raise ValueError(
-            f"{path} needs arrays of numbers: {', '.join(needed)}, and both or none of x_test and y_test; it has {found}"
+            f"{path} needs arrays of numbers of at most 64 bits ({', '.join(needed)}; both or none of x_test and y_test), and has "
+            f"{found}"
         )
     x = torch.from_numpy(stored["x"])
     y = _labels(stored["y"], x) if "y" in stored else torch.zeros(len(x), dtype=torch.int64)

@@ -22,7 +22,7 @@ class DetectorResult:
     """One detector's result for one layer ("": for the whole network).
 
     Args:
-        score: at least 0; an alarm at `threshold` or above.
+        score: at least 0; an alarm at the detector's threshold or above.
         description: for the owner.
     """
 
@@ -32,14 +32,9 @@ class DetectorResult:
     description: str
 
     @property
-    def threshold(self) -> float:
-        """The detector's."""
-        return THRESHOLDS[self.detector]
-
-    @property
     def ratio(self) -> float:
-        """Score over threshold."""
-        return self.score / self.threshold
+        """Score over the detector's threshold."""
+        return self.score / THRESHOLDS[self.detector]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fedgauge.client.components import (
     ComponentKind,
     NotNegative,
     Positive,
+    Proportion,
     SpecError,
     Table,
     call,
@@ -71,13 +72,12 @@ class cross_entropy(Criterion):
         tensor(1.3863)
     """
 
-    label_smoothing: float = 0.0
+    label_smoothing: Proportion = 0.0
     weight: Sequence[float] | None = None
     reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing <= 1:
-            raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+        super().__post_init__()
         if self.weight is not None and not (min(self.weight, default=-1) >= 0 and max(self.weight) > 0):
             raise ValueError(f"weight must be at least 0 for each class, and above 0 for some, got {self.weight}")
 

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]
 
 PAPERS = Path(__file__).parents[2] / "simulations" / "papers"
 MARKED = re.compile(r"<!-- (figures|computed): ([^>]+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -106,12 +106,12 @@ def fill(page: str) -> str:
     return MARKED.sub(filled, page)
 
 
-def _kept(name: str) -> dict[str, Any]:
-    kept: dict[str, Any] = json.loads(next(PAPERS.glob(f"*/results/{name}.json")).read_text())
+def _kept(name: str) -> Row:
+    kept: Row = json.loads(next(PAPERS.glob(f"*/results/{name}.json")).read_text())
     return kept
 
 
-def _computed(kept: dict[str, Any]) -> str:
+def _computed(kept: Row) -> str:
     made = kept["environment"]
     return (
         f"`{kept['name']}`, version {kept['version']}, seed {kept['seed']}: {kept['date']}, {made['cores']} x {made['processor']}, "

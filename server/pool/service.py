@@ -12,7 +12,6 @@ import torch
 
 from fedgauge.attacks.base import ClientState, Observation, Wave
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
-from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
 from fedgauge.server.pool.update_checks import TrainingCheck
@@ -77,9 +76,9 @@ def serve(
         source = TapeSource(scenario.federation, run=run, ledger=ledger)
         flying: dict[int, Lease] = {}
         ledger.set_meta(**{ATTACKED_FROM: str(ledger.finished())})
-        check: TrainingCheck | None = None  # of a user's own app
+        check = TrainingCheck(source) if ledger.foreign else None  # of a user's own app
         replayed = ledger.meta().get("replay") == "ok"  # otherwise check again: the difference may be repaired
-        tickets, coming = 0, False
+        coming = False
         while True:
             # asked before leasing: the next turn finds a job that arrives in between
             training, coming = coming, follow()
@@ -88,7 +87,6 @@ def serve(
             if training and not coming:  # the pace so far was that of the rounds
                 ledger.set_meta(**{ATTACKED_FROM: str(ledger.finished())})
             if not replayed:
-                check = TrainingCheck(source) if ledger.foreign else None
                 replayed = check.begin(coming) if check else _check_replay(source, scenario, coming)
                 if ledger.meta().get("replay") == "mismatch" and not force:
                     tick()
@@ -96,12 +94,11 @@ def serve(
             if scenario.tape.keep == "none" and replayed:  # including what an earlier service did not get to delete
                 _forget(run, ledger)
             while len(flying) < executor.slots and not stop() and (lease := ledger.lease()) is not None:
-                if check is not None and lease.attack.name not in BASELINES:
+                if check is not None and lease.attack.role != "baseline":
                     check.compare(lease.round, lease.clients)
-                loaded = _load(source, lease)
-                if loaded is not None:
-                    flying[tickets := tickets + 1], task = loaded
-                    executor.submit(tickets, task)
+                if (loaded := _load(source, lease)) is not None:
+                    flying[loaded[0].jobs[0]], task = loaded
+                    executor.submit(loaded[0].jobs[0], task)
             tick()
             if flying:
                 if (done := executor.next_done(timeout=0.5)) is not None:

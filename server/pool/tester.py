@@ -11,11 +11,10 @@ from typing import cast, get_args
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import ClientState, Reconstruction, Status, Wave
+from fedgauge.attacks.base import LIMITS, ClientState, Reconstruction, Status, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.scores import Grader, ungraded_rows
-from fedgauge.attacks.modality.membership import HELD, MEMBER
-from fedgauge.attacks.plan import LIMITS
+from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, wrong_client
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError
@@ -35,7 +34,7 @@ Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)
 CHECKING = 60.0  # seconds after which no further update is checked against its truth
 MOST_DOUBTS = 3  # in one sentence
 EXAMPLE = "example"  # (B,) in a reconstruction's file: the example of the truth that each was paired with; -1: none
-GRADED = "graded against the examples handed in with --truth"
+GRADED = "graded against the given examples"
 EMPTY_HANDED = ("not_applicable", "diverged")
 
 
@@ -80,7 +79,7 @@ def grade(
         why = ", ".join(sorted(filter(None, notes))[:3])
         if notes:
             words += f"; not graded ({sum(notes.values())} of {every}): {why}"
-        ledger.describe("grading", {row["name"]: GRADED for row in ledger.attacks() if row["name"] not in LIMITS})
+        ledger.describe("grading", {r["name"]: GRADED for r in ledger.attacks() if r["role"] not in LIMITS})
         doubts = _doubts(source, found)
         ledger.set_meta(grading=words, ungraded=why, truth=str(truth.folder), truth_doubts=doubts)
     return words
@@ -175,8 +174,7 @@ def finished_tests(ledger: Ledger, untested: bool = False) -> list[FinishedTest]
     Args:
         untested: only of tests that have partly never had examples to grade members by.
     """
-    names = [name for name, planned in ledger.planned().items() if planned.metric in (MEMBER, HELD)]
-    tests = ledger.finished_tests(names)
+    tests = ledger.finished_tests()
     without = {test.attack for test in tests if test.blind}
     return [test for test in tests if test.attack in without] if untested else tests
 

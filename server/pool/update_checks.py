@@ -4,20 +4,14 @@ Neither check grades or chooses anything.
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from hashlib import sha256
 
 import torch
 from torch import nn
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.grading.training_evidence import (
-    TrainingEvidence,
-    from_json,
-    over_rounds,
-    to_json,
-    training_evidence,
-)
-from fedgauge.attacks.modality.registry import BASELINES
+from fedgauge.attacks.grading.training_evidence import TrainingEvidence, training_evidence
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer
 from fedgauge.client.local_training import LocalTraining
@@ -28,6 +22,7 @@ from fedgauge.server.store.tape import TapeError
 from fedgauge.server.store.tape_source import TapeSource, UploadMismatch
 
 MOST_CLIENTS = 3  # of a round
+_RANK = (False, None, True)  # whether an update fits, the worst first
 RECORDED = (
     "the updates were recorded before the server aggregated them, so noise that the server adds to their average does not protect "
     "them from this server"
@@ -36,7 +31,7 @@ NO_REPLAY = "not possible: the app's clients keep their data; they are taken to 
 
 
 class TrainingCheck:
-    """Compares updates before they are attacked, and writes the results into the ledger and on the attacks' cards.
+    """Compares updates before they are attacked, and writes the worst result into the ledger and on the attacks' cards.
 
     Compares the first attacked clients of each round, at most MOST_CLIENTS.
     """
@@ -45,18 +40,20 @@ class TrainingCheck:
         self._source, self._ledger = source, source.ledger
         protocol, meta = source.federation.protocol, source.ledger.meta()
         self._assumed = sha256(protocol.to_json().encode()).hexdigest()
-        same = meta.get("training_assumed") == self._assumed
-        try:
-            self._found = from_json(meta.get("training_by_round", "[]")) if same else {}
-        except (ValueError, TypeError):  # damaged: compare again
-            self._found = {}
+        self._compared: set[tuple[int, int]] = set()  # (round, client)
+        self._worst: TrainingEvidence | None = None
+        if meta.get("training") and meta.get("training_assumed") == self._assumed:  # what an earlier service found
+            self._worst = TrainingEvidence("undecided", self._ledger.training_fits, meta["training"])
 
     def compare(self, round: int, clients: Collection[int]) -> None:
         """Compare the updates of a round's clients that were not compared yet."""
-        known = sum(key[0] == round for key in self._found)
-        for client in [c for c in sorted(clients) if (round, c) not in self._found][: max(0, MOST_CLIENTS - known)]:
-            self._found[round, client] = self._evidence(round, client)
-            self._write()
+        known = {client for compared, client in self._compared if compared == round}
+        for client in sorted(set(clients) - known)[: MOST_CLIENTS - len(known)]:
+            self._compared.add((round, client))
+            found = self._evidence(round, client)
+            if self._worst is None or _RANK.index(found.fits) < _RANK.index(self._worst.fits):
+                self._worst = replace(found, words=f"{found.words} (client {client}, round {round})")
+                self._write()
 
     def begin(self, coming: bool) -> bool:
         """Compare the first update on the tape, before anything is attacked; False: there is none yet.
@@ -82,16 +79,15 @@ class TrainingCheck:
             return TrainingEvidence("undecided", None, f"whether the update fits this is not known: {error}")
 
     def _write(self) -> None:
-        whole = over_rounds(self._found) if self._found else TrainingEvidence("undecided", None, "")
+        whole = self._worst or TrainingEvidence("undecided", None, "")
         words = "; ".join(filter(None, (whole.words, RECORDED)))
-        names = [a["name"] for a in self._ledger.attacks() if a["name"] not in BASELINES]
+        names = [a["name"] for a in self._ledger.attacks() if a["role"] != "baseline"]
         self._ledger.describe("training", dict.fromkeys(names, words))
         self._ledger.set_meta(
             replay="unknown",
             replay_detail="; ".join(filter(None, (NO_REPLAY, RECORDED, whole.words))),
             training=whole.words,
             training_fits=str(whole.fits),
-            training_by_round=to_json(self._found),
             training_assumed=self._assumed,
         )
 

@@ -17,7 +17,7 @@ PATIENCE = 30.0  # seconds that a connection waits for another one's lock
 _LONGEST = 16 << 20  # bytes of a value or row
 _MOST_BYTES = 1 << 38  # of a ledger
 
-VERSION = 1  # of the schema; the first release starts to count
+VERSION = 2  # of the schema
 SCHEMA = """
     CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
     CREATE TABLE rounds (
@@ -30,8 +30,10 @@ SCHEMA = """
     ) WITHOUT ROWID;
     CREATE TABLE problems (code TEXT NOT NULL, round INTEGER, client INTEGER, words TEXT NOT NULL);
     CREATE TABLE attacks (
-        id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, planned TEXT NOT NULL, knowledge TEXT NOT NULL,
-        seed INTEGER NOT NULL, remembers INTEGER NOT NULL DEFAULT 0, flat INTEGER NOT NULL DEFAULT 0, training TEXT, grading TEXT
+        id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE,
+        role TEXT NOT NULL CHECK (role IN ('attack', 'baseline', 'limit', 'estimate')), metric TEXT NOT NULL,
+        planned TEXT NOT NULL, knowledge TEXT NOT NULL, seed INTEGER NOT NULL, remembers INTEGER NOT NULL DEFAULT 0,
+        flat INTEGER NOT NULL DEFAULT 0, training TEXT, grading TEXT
     );
     CREATE TABLE numerics (
         id INTEGER PRIMARY KEY, device TEXT NOT NULL, name TEXT NOT NULL, precision TEXT NOT NULL,

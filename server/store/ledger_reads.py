@@ -6,16 +6,14 @@ from typing import Literal
 
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.attacks.modality.registry import BASELINES, modality_measured, modality_stored
-from fedgauge.attacks.plan import LIMITS, PlannedAttack
+from fedgauge.attacks.modality.registry import modality_measured, modality_stored
+from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, wrong_client
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
 from fedgauge.server.store.ledger_types import ATTACKED_FROM, DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
 
 # an attack's card: what was agreed, then the results
 _CARD = f"a.knowledge || coalesce('{SEPARATOR}' || a.training, '') || coalesce('{SEPARATOR}' || a.grading, '')"
-_NO_ATTACKS = (*BASELINES, *LIMITS)
-_MARKS = ", ".join("?" * len(_NO_ATTACKS))
 
 
 class LedgerReads(LedgerFile):
@@ -61,9 +59,10 @@ class LedgerReads(LedgerFile):
         ).fetchall()
 
     def outcomes(self) -> list[sqlite3.Row]:
-        """Count the ended jobs: attack, status (an attack's own, or "failed"), number of jobs."""
+        """Count the ended jobs: attack, role, status (an attack's own, or "failed"), number of jobs."""
         return self._db.execute(
-            "SELECT a.name attack, outcome status, jobs FROM (SELECT j.attack_id, coalesce((SELECT min(s.status) FROM scores s"
+            "SELECT a.name attack, a.role, outcome status, jobs FROM"
+            " (SELECT j.attack_id, coalesce((SELECT min(s.status) FROM scores s"
             " WHERE s.job_id = j.id AND s.attack = (SELECT name FROM attacks WHERE id = j.attack_id)), j.state) outcome,"
             " count(*) jobs FROM jobs j WHERE j.state IN ('done', 'failed') GROUP BY j.attack_id, outcome)"
             " JOIN attacks a ON a.id = attack_id ORDER BY a.id, outcome"
@@ -80,8 +79,7 @@ class LedgerReads(LedgerFile):
             " ELSE 'not applicable' END status FROM (SELECT j.round, j.client, CASE j.state WHEN 'failed' THEN 2"
             f" WHEN 'done' THEN CASE WHEN {inapplicable} THEN 3 ELSE 0 END ELSE 1 END fate"
             " FROM jobs j JOIN attacks a ON a.id = j.attack_id"
-            f" WHERE a.name NOT IN ({_MARKS})) GROUP BY round, client",
-            _NO_ATTACKS,
+            " WHERE a.role = 'attack') GROUP BY round, client"
         ).fetchall()
 
     def numerics(self) -> list[sqlite3.Row]:
@@ -89,9 +87,8 @@ class LedgerReads(LedgerFile):
         return self._db.execute(
             "SELECT n.device, n.name, n.precision, n.deterministic, n.torch, n.driver, jobs FROM"
             " (SELECT numerics_id, count(*) jobs FROM jobs WHERE attack_id IN (SELECT id FROM attacks"
-            f" WHERE name NOT IN ({_MARKS})) GROUP BY numerics_id)"
-            " JOIN numerics n ON n.id = numerics_id ORDER BY n.device, n.id",
-            _NO_ATTACKS,
+            " WHERE role = 'attack') GROUP BY numerics_id)"
+            " JOIN numerics n ON n.id = numerics_id ORDER BY n.device, n.id"
         ).fetchall()
 
     def rounds(self, since: int = 0) -> list[sqlite3.Row]:
@@ -102,14 +99,14 @@ class LedgerReads(LedgerFile):
         return self._db.execute(query, (since,)).fetchall()
 
     def attacks(self) -> list[sqlite3.Row]:
-        """Return the attacks: name, planned, knowledge (the whole card), agreed, training, grading (its parts), seed, flat."""
+        """Return the attacks: name, role, metric, planned, knowledge (the whole card, with its three parts), seed, flat."""
         return self._db.execute(
-            f"SELECT name, planned, {_CARD} knowledge, a.knowledge agreed, training, grading, seed, flat"
-            " FROM attacks a ORDER BY id"
+            f"SELECT name, role, metric, planned, {_CARD} knowledge, a.knowledge agreed, training, grading,"
+            " seed, flat FROM attacks a ORDER BY id"
         ).fetchall()
 
     def planned(self) -> dict[str, PlannedAttack]:
-        return {row["name"]: planned_of(row["planned"], self.path) for row in self.attacks()}
+        return {r["name"]: planned_of(r["planned"], r["role"], r["metric"], self.path) for r in self.attacks()}
 
     def best_so_far(self) -> float | None:
         """Return the best value of an attack in the main metric; None before the first."""
@@ -117,9 +114,9 @@ class LedgerReads(LedgerFile):
         query = (
             f"SELECT {'max' if main.higher_is_better else 'min'}(s.value) best FROM scores s JOIN jobs j ON j.id = s.job_id"
             " JOIN attacks a ON a.id = j.attack_id WHERE s.metric = ? AND s.attack = a.name"
-            f" AND s.value IS NOT NULL AND a.name NOT IN ({_MARKS})"
+            " AND s.value IS NOT NULL AND a.role = 'attack'"
         )
-        best: float | None = self._db.execute(query, (main.metric, *_NO_ATTACKS)).fetchone()["best"]
+        best: float | None = self._db.execute(query, (main.metric,)).fetchone()["best"]
         return best
 
     def scores(self, metric: str | None = None) -> Iterator[sqlite3.Row]:

@@ -7,7 +7,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.plan import MOST_ATTACKS, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.client.protocol import Protocol
@@ -41,14 +40,14 @@ def repeated(meta: Mapping[str, str]) -> int:
 
 
 @lru_cache(maxsize=MOST_ATTACKS)  # a wave after the first of its attack parses nothing
-def planned_of(text: str, path: Path) -> PlannedAttack:
-    """Parse a planned attack of a ledger.
+def planned_of(text: str, role: str, metric: str, path: Path) -> PlannedAttack:
+    """Parse a planned attack of a ledger, with the role and the metric of its row.
 
     Raises:
         LedgerError: it is damaged.
     """
     try:
-        return PlannedAttack.from_json(text)
+        return PlannedAttack.from_json(text, role=role, metric=metric)
     except SpecError as error:
         raise LedgerError(f"{path} is damaged: {error}") from error
 
@@ -132,12 +131,10 @@ class Ungraded(FinishedJob):
 
 
 def comparable(jobs: Iterable[Ungraded], protocol: Protocol) -> list[Ungraded]:
-    """Remove the other client of jobs that cannot be graded against it: baselines, and sums of unequal size."""
+    """Remove the other client of jobs that cannot be graded against it: sums of unequal size."""
 
     def fits(job: Ungraded) -> bool:
-        return (
-            job.other is not None and job.attack not in BASELINES and protocol.alike(job.client, job.other, job.round)
-        )
+        return job.other is not None and protocol.alike(job.client, job.other, job.round)
 
     return [job if fits(job) else replace(job, other=None) for job in jobs]
 

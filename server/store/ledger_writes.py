@@ -7,7 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Literal
 
+from fedgauge.attacks.base import LIMITS
 from fedgauge.attacks.engine.devices import Numerics
+from fedgauge.attacks.modality.membership import HELD, MEMBER
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.server.store.ledger_connection import LedgerError
@@ -54,13 +56,13 @@ class JobQueue(LedgerReads):
                 known = db.execute("SELECT planned, seed FROM attacks WHERE name = ?", (planned.name,)).fetchone()
                 spec = planned.to_json()
                 if known is None:
-                    said = None if planned.is_limit else grading
-                    values = (planned.name, spec, cards[planned.name], plan.seed, planned.is_stateful)
+                    said = None if planned.role in LIMITS else grading
+                    facts = (planned.name, planned.role, planned.metric, spec, cards[planned.name], plan.seed)
                     insert = (
-                        "INSERT INTO attacks (name, planned, knowledge, seed, remembers, flat, grading)"
-                        " VALUES (?, ?, ?, ?, ?, ?, ?)"
+                        "INSERT INTO attacks (name, role, metric, planned, knowledge, seed, remembers, flat, grading)"
+                        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
                     )
-                    db.execute(insert, (*values, planned.name in flat, said))
+                    db.execute(insert, (*facts, planned.is_stateful, planned.name in flat, said))
                 elif (known["planned"], known["seed"]) != (spec, plan.seed):
                     raise LedgerError(
                         f"{self.path} already has an attack called {planned.name!r} with other settings; give it a new name"
@@ -81,7 +83,8 @@ class JobQueue(LedgerReads):
         for planned in plan.attacks:
             targets = plan.targets(round, digests, planned)
             for i, client in enumerate(targets):
-                other = targets[(i + 1) % len(targets)] if len(targets) > 1 else None
+                compared = len(targets) > 1 and planned.role != "baseline"
+                other = targets[(i + 1) % len(targets)] if compared else None
                 identity = (round, client, digests[client], planned.to_json(), plan.seed)
                 key = hashlib.sha256(repr(identity).encode()).hexdigest()
                 # the wave is fixed here, whatever the workers' speed
@@ -115,7 +118,7 @@ class JobQueue(LedgerReads):
                 " AND j.round = ? AND j.attack_id = ? AND j.wave = ? ORDER BY j.client",
                 tuple(first),
             ).fetchall()
-            query = "SELECT planned, seed, remembers FROM attacks WHERE id = ?"
+            query = "SELECT planned, role, metric, seed, remembers FROM attacks WHERE id = ?"
             attack = db.execute(query, (first["attack_id"],)).fetchone()
             if attack is None or not jobs:
                 raise LedgerError(f"{self.path} is damaged: it has jobs without their update or attack")
@@ -127,7 +130,7 @@ class JobQueue(LedgerReads):
             memories = self._remember(db, jobs, first) if attack["remembers"] else {}
         return Lease(
             jobs=tuple(j["id"] for j in jobs),
-            attack=planned_of(attack["planned"], self.path),
+            attack=planned_of(attack["planned"], attack["role"], attack["metric"], self.path),
             seed=attack["seed"],
             round=first["round"],
             clients=tuple(j["client"] for j in jobs),
@@ -241,7 +244,7 @@ class JobQueue(LedgerReads):
         return len(ids), gone
 
     def ungraded(self, again: bool = False) -> list[Ungraded]:
-        """Return finished jobs without grades, ordered by round, client and attack.
+        """Return finished jobs without grades, ordered by round, client and attack; baselines come last.
 
         Args:
             again: also jobs with grades, and jobs that could not be graded.
@@ -251,7 +254,7 @@ class JobQueue(LedgerReads):
             " (SELECT j.*, s.status, s.seconds, EXISTS (SELECT 1 FROM jobs w WHERE w.round = j.round"
             " AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
             " JOIN scores s ON s.job_id = j.id AND s.metric = ? WHERE j.state = 'done' AND (j.graded IS NULL OR ?)"
-            " ORDER BY j.round, j.client, a.id LIMIT -1)",
+            " ORDER BY j.round, j.client, a.role = 'baseline', a.id LIMIT -1)",
             (OBJECTIVE, again),
         )
         return [Ungraded(**dict(row)) for row in rows]
@@ -281,14 +284,15 @@ class JobQueue(LedgerReads):
                 f"UPDATE jobs SET graded = ?, graded_to = ?, finished = {newer} WHERE id = ?", (reason, graded_to, job)
             )
 
-    def finished_tests(self, names: Iterable[str]) -> list[FinishedTest]:
-        """Return the finished jobs of membership tests, ordered by test, round and client."""
+    def finished_tests(self) -> list[FinishedTest]:
+        """Return the finished jobs of membership tests and their limits, ordered by test, round and client."""
         rows = self._db.execute(
             "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.graded IS NULL blind FROM jobs j"
             " JOIN attacks a ON a.id = j.attack_id LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"
-            " WHERE j.state = 'done' ORDER BY a.id, j.round, j.client LIMIT -1"
+            " WHERE j.state = 'done' AND a.metric IN (?, ?) ORDER BY a.id, j.round, j.client LIMIT -1",
+            (MEMBER, HELD),
         )
-        return [test for test in (FinishedTest(**dict(row)) for row in rows) if test.attack in set(names)]
+        return [FinishedTest(**dict(row)) for row in rows]
 
     def retest(self, job: int, rows: Sequence[ScoreRecord], reason: str) -> None:
         """Replace all rows of a finished membership test; reason: for a missing number."""

@@ -110,7 +110,7 @@ class Run:
 
     def _load_data(self) -> None:
         """Load the module of the dataset, which may add a kind of data."""
-        data = toml_text.parse(run_files.read(self.folder / "scenario.toml")).get("data")
+        data = toml_text.parse(run_files.read(self.folder / "scenario.toml", toml_text.MOST)).get("data")
         resolve(coerce(data, dict, "[data]"), "[data]", DATASET)
 
     def tape(self) -> Tape:

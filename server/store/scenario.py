@@ -20,16 +20,18 @@ from fedgauge.attacks.malicious import targeting
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, attack_name
+from fedgauge.attacks.plan import AttackPlan, attack_name
 from fedgauge.client import toml_text
 from fedgauge.client.components import (
     Checked,
     Count,
     NotNegative,
+    Part,
     Positive,
     SpecError,
     Table,
     coerce,
+    errors_in,
     settings_of,
     with_absolute_paths,
 )
@@ -78,10 +80,8 @@ class AuditOptions(Checked):
         Raises:
             SpecError: torch cannot use one of them.
         """
-        try:
+        with errors_in("[audit] devices", ValueError):
             return devices_of(self.devices)
-        except ValueError as error:
-            raise SpecError(f"[audit] devices: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -129,18 +129,14 @@ class SimulationOptions(Checked):
 
 
 @dataclass(frozen=True)
-class PrivacyOptions:
+class PrivacyOptions(Checked):
     """Report of epsilons. With a [privacy] table, a chain without a guarantee is refused.
 
     Args:
         delta: at which epsilons are given, above 0 and below 1.
     """
 
-    delta: float = DELTA
-
-    def __post_init__(self) -> None:
-        if not 0 < self.delta < 1:
-            raise ValueError(f"delta must be above 0 and below 1, got {self.delta}")
+    delta: Part = DELTA
 
 
 @dataclass(frozen=True)
@@ -180,7 +176,7 @@ class Scenario:
             SpecError: the file is missing or wrong; the message names table, value and allowed values.
         """
         try:
-            tables = toml_text.parse(read(path, toml_text.MOST))
+            tables = dict(toml_text.parse(read(path, toml_text.MOST)))
             for setting in settings:
                 apply_setting(tables, setting)
             if rounds is not None:
@@ -223,10 +219,8 @@ class Scenario:
         _check_control_variates(federation, strategy, tape)
         privacy = settings_of(PrivacyOptions, tables.get("privacy", {}), "[privacy]")
         if "privacy" in tables:
-            try:
+            with errors_in("[privacy]", NoGuarantee):
                 Accountant.of(federation)
-            except NoGuarantee as error:
-                raise SpecError(f"[privacy]: {error}") from error
         validator = settings_of(ValidatorOptions, tables.get("validator", {}), "[validator]")
         server_side = (options, tape, simulation, privacy, validator)
         return cls(tables, protocol, federation, plan, strategy, *server_side, server_attack)
@@ -289,9 +283,7 @@ def plan_of(tables: Sequence[Table], options: Table, federation: Federation) -> 
     """
     protocol, modality = federation.protocol, type(modality_of(federation.shards.dataset))
     noisy, canaries = noise_is_known(federation), _with_canaries(protocol)
-    limits = (*modality.limits, MEMBERSHIP_LIMIT) if noisy else ()
-    sizes = protocol.rounds, protocol.clients
-    return AttackPlan.from_tables(tables, options, *sizes, limits, modality, canaries, noisy)
+    return AttackPlan.from_tables(tables, options, protocol.rounds, protocol.clients, modality, canaries, noisy)
 
 
 def _absolute_paths(tables: Table, base: Path) -> Table:

@@ -187,11 +187,11 @@ def names_of(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
 
 def _known_names(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, str]:
     if arrays and all(name.isdecimal() for name in arrays):
-        own = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
-        fits = [names for names in own if len(names) == len(arrays)]
+        orders = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
+        fits = [names for names in orders if len(names) == len(arrays)]
         if not fits:
             raise UploadMismatch(
-                f"the app uploads {len(arrays)} arrays without names, and [model] has {len(own[0])}, {len(own[1])} of them "
+                f"the app uploads {len(arrays)} arrays without names, and [model] has {len(orders[0])}, {len(orders[1])} of them "
                 "parameters: name the network that the app trains"
             )
         return dict(zip(sorted(arrays, key=int), fits[0], strict=True))
@@ -199,7 +199,8 @@ def _known_names(arrays: Mapping[str, Tensor], model: nn.Module) -> dict[str, st
     outer = {name.partition(".")[0] for name in known}
     if part := _part_of(arrays, _tensors(model)):
         return {name: f"{part}.{name}" for name in arrays}
-    names = {name: _without_adapter(name) if name not in known else name for name in arrays}
+    own = {name: _FACTOR.sub(r"\1.default.weight", _TRAINED.sub(".", name)) for name in arrays}
+    names = {name: name if name in known else own[name] for name in arrays}
     while not known >= set(names.values()):
         inside = {k: f"{part}.{name}" for part in outer if len(outer) == 1 for k, name in names.items()}
         if inside and known >= set(inside.values()):
@@ -219,10 +220,6 @@ def _part_of(arrays: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> str:
     shapes = {name: t.shape for name, t in known.items()}
     fits = [layer for layer in layers if all(shapes.get(f"{layer}.{k}") == t.shape for k, t in arrays.items())]
     return fits[0] if len(fits) == 1 else ""
-
-
-def _without_adapter(name: str) -> str:
-    return _FACTOR.sub(r"\1.default.weight", _TRAINED.sub(".", name))
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

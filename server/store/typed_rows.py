@@ -42,7 +42,7 @@ _COLUMNS = {
         ("alarm silent", _FLAG.or_null()),
         ("value accuracy loss best mean suspicion graded_to", _Kind((int, float), -inf, inf, null=True)),
         ("seconds intercept_seconds span", _Kind((int, float), -1e12, 1e12, null=True)),  # a clock may go backwards
-        ("name attack status state metric key device precision torch driver code words", _NAME),
+        ("name role attack status state metric key device precision torch driver code words", _NAME),
         ("digest memory", _NAME.or_null()),
         ("planned knowledge", _TEXT),
         ("reason error metrics training grading", _TEXT.or_null()),

@@ -113,21 +113,19 @@ class CheckedStrategy(Wrapper):
         record: called once per round with the replies.
         buffers: floating-point buffers of the model, sent with the weights and averaged if clients return them.
         seed: client sampling is drawn from it and the round.
-        clients: node id -> client number; an unknown node gets the next free number.
+        clients: node id -> client number; other nodes take no part.
         protocol: of a simulation. If it has a [secure_sum], it is simulated here: `record` and the wrapped strategy see only
             the mean of a group's updates, as the reply of its first client.
-        strict: nodes that are not in clients take no part.
         counts: whether the wrapped strategy averages a client's reply in a round, and so its buffers; default: always.
         options: bounds on a reply.
     """
 
     inner: Strategy
-    record: Callable[[RoundReplies], None] = lambda intake: None
+    record: Callable[[RoundReplies], object] = lambda intake: None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     seed: int = 0
     clients: dict[int, int] = field(default_factory=dict)
     protocol: Protocol | None = None
-    strict: bool = False
     counts: Callable[[int, int], bool] = lambda round, client: True
     options: ValidatorOptions = field(default_factory=ValidatorOptions)
 
@@ -144,7 +142,7 @@ class CheckedStrategy(Wrapper):
         """Let the wrapped strategy choose clients; remember what was sent to each client."""
         self._params = dict(arrays.to_torch_state_dict())
         random.seed(seed_of(self.seed, "sample", server_round))  # Flower's strategies sample with the global generator
-        nodes = cast(Grid, OrderedGrid(grid, self._client, self.clients if self.strict else None))
+        nodes = cast(Grid, OrderedGrid(grid, self.clients))
         messages = list(self.inner.configure_train(server_round, arrays, config, nodes))
         buffers = ArrayRecord(dict(self.buffers))
         for message in messages:
@@ -177,7 +175,7 @@ class CheckedStrategy(Wrapper):
                 log(WARNING, "fedgauge: round %d: %s", server_round, undone)
         finally:  # whatever the wrapped strategy raises, the replies are recorded
             summed = frozenset(
-                self._client(m.metadata.src_node_id)
+                self.clients[m.metadata.src_node_id]
                 for m in received
                 if m.has_error() and m.error.code == SUMMED and m.metadata.src_node_id in self._asked
             )
@@ -225,7 +223,7 @@ class CheckedStrategy(Wrapper):
         for message in received:
             if message.has_error():
                 continue
-            client = self._client(message.metadata.src_node_id)
+            client = self.clients[message.metadata.src_node_id]
             try:
                 reply = self._check(client, message)
             except ReplyRejected as reason:
@@ -277,11 +275,6 @@ class CheckedStrategy(Wrapper):
                 outsized[reply.client] = Participation(reply.client, "rejected", why)
         return within, outsized
 
-    def _client(self, node: int) -> int:
-        if node not in self.clients:
-            self.clients[node] = max(self.clients.values(), default=-1) + 1
-        return self.clients[node]
-
     def _altered(self, messages: Iterable[Message], arrays: ArrayRecord) -> dict[int, Params]:
         """By client, the weights of messages that carry other weights than the federation's."""
         altered = {}
@@ -289,7 +282,7 @@ class CheckedStrategy(Wrapper):
             record = message.content.array_records["arrays"]
             # strategies pass on the same record object, so only a different one needs comparing
             if record is not arrays and any(record[name].data != arrays[name].data for name in arrays):
-                altered[self._client(message.metadata.dst_node_id)] = dict(record.to_torch_state_dict())
+                altered[self.clients[message.metadata.dst_node_id]] = dict(record.to_torch_state_dict())
         return altered
 
     def _summed(
@@ -321,8 +314,8 @@ class CheckedStrategy(Wrapper):
         return merged, group[0][1]
 
     def _absent(self, grid: Grid) -> set[int]:
-        """The protocol's clients that are not connected; empty if the federation's nodes are not all known."""
-        if not self.strict or self.protocol is None:
+        """The protocol's clients that are not connected."""
+        if self.protocol is None:
             return set()
         connected = self._asked.union(grid.get_node_ids()) & self.clients.keys()
         return set(range(self.protocol.clients)) - {self.clients[node] for node in connected}
@@ -335,7 +328,7 @@ class CheckedStrategy(Wrapper):
         unplaced = next((f" ({reason})" for node, reason in reasons.items() if node not in self._asked), "")
         missing = {c: Participation(c, "missing", CLIENT_ABSENT) for c in self._away}
         for node in self._asked - {m.metadata.src_node_id for m in received if not m.has_error()}:
-            client, reason = self._client(node), reasons.get(node, f"no reply{unplaced}")
+            client, reason = self.clients[node], reasons.get(node, f"no reply{unplaced}")
             alarm = True if node in errors and errors[node].code == WITHHELD else None
             missing[client] = Participation(client, "missing", reason, alarm=alarm, silent=node not in reasons)
         return [missing[client] for client in sorted(missing)]

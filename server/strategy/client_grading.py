@@ -15,7 +15,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedgauge.attacks.modality.registry import BASELINES
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord, came_back, wrong_client
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
@@ -184,7 +183,7 @@ def ungraded_reasons(rows: Sequence[Any]) -> str:
 
 def _questions(jobs: Sequence[tuple[Ungraded, Tensor]]) -> dict[int, dict[str, Tensor]]:
     questions: dict[int, dict[str, Tensor]] = defaultdict(dict)
-    for job, x in sorted(jobs, key=lambda asked: asked[0].attack in BASELINES):
+    for job, x in jobs:
         questions[job.client][job.attack] = x
     for job, x in jobs:
         if job.other is not None:

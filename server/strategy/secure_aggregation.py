@@ -9,11 +9,11 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from torch import Tensor
 
 from fedgauge.client.deployment.secure_sum_mod import WEIGHT, read, to_config_record
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum
 from fedgauge.client.inspection.policy import REASON, WITHHELD
+from fedgauge.client.mods import only_arrays
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
 SUMMED = 101  # our error codes: the client's update is part of another reply
@@ -99,7 +99,7 @@ class _Group:
 
     def __init__(self, protocol: SecureSum, sent: Sequence[Message]) -> None:
         self.sent = {message.metadata.dst_node_id: message for message in sent}
-        self.weights = _tensors(sent[0])
+        self.weights = only_arrays(sent[0])[1].to_torch_state_dict()
         size = sum(t.numel() for t in self.weights.values() if t.is_floating_point())
         self._server = protocol.rounds(list(self.sent), size)
         self.questions: Mapping[int, Record] = next(self._server)
@@ -165,13 +165,6 @@ def _parts(messages: Sequence[Message], protocol: SecureSum) -> Iterator[Sequenc
         size = math.ceil(len(left) / count)
         yield left[:size]
         left, count = left[size:], count - 1
-
-
-def _tensors(message: Message) -> dict[str, Tensor]:
-    records = dict(message.content.array_records)
-    if len(records) != 1:
-        raise ValueError(f"a secure sum needs exactly one ArrayRecord in a message, got {sorted(records) or 'none'}")
-    return dict(next(iter(records.values())).to_torch_state_dict())
 
 
 def _answer(message: Message) -> Record:

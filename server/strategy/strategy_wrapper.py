@@ -1,6 +1,6 @@
 """Around a strategy, and around its grid: wrappers that change one thing and pass on the rest."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -26,18 +26,13 @@ class Wrapper(Strategy):
 
 
 class OrderedGrid:
-    """A grid that lists its nodes by client number, as node ids are random in every run, and does all else as the grid does.
+    """A grid that lists the known nodes by client number, as node ids are random, and does all else as the grid does."""
 
-    Args:
-        only: if given, the only nodes that it lists.
-    """
-
-    def __init__(self, grid: Grid, client: Callable[[int], int], only: Container[int] | None = None) -> None:
-        self._grid, self._client, self._only = grid, client, only
+    def __init__(self, grid: Grid, clients: Mapping[int, int]) -> None:
+        self._grid, self._clients = grid, clients
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grid, name)
 
     def get_node_ids(self) -> Iterable[int]:
-        nodes = (n for n in self._grid.get_node_ids() if self._only is None or n in self._only)
-        return sorted(sorted(nodes), key=self._client)
+        return sorted(self._clients.keys() & set(self._grid.get_node_ids()), key=self._clients.__getitem__)

@@ -23,7 +23,6 @@ from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.leak_tables import ATTACK, IDENTIFIED, label_column, leak_cells, leak_columns, rate_of
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of, final_accuracy, mean_of
 from fedgauge.server.views.tables import Cell, Column, Table
@@ -86,7 +85,7 @@ def points(named: Mapping[str, RunSnapshot], metric: str) -> Table:
     for name, reading in named.items():
         pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", restored))
         floor, epsilon = mean_of(best_of(pooled.values(), "baseline")), spent_in(reading).record
-        for leak in (pooled[a] for a in reading.order if is_attack(a) and a in pooled):
+        for leak in (pooled[a] for a in reading.order if a in pooled and pooled[a].role == "attack"):
             others = floor, rate_of(hits.get(leak.attack)), mean_of(labels.get(leak.attack)), leak.n, epsilon
             rows.append((name, leak.attack, final_accuracy(reading.rounds), *leak_cells(leak), *others))
     return Table.of(f"Every attack on every run, {by.label}", columns, rows)

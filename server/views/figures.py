@@ -5,19 +5,14 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
 
+from fedgauge.attacks.base import LIMITS, Role
 from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.attacks.plan import BAYES_LIMIT, CANDIDATE_BOUND
 from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import RATES_SHOWN, roc_curves
-from fedgauge.server.views.roles import Role, attack_order, is_attack, is_limit, role_of
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.success import THRESHOLDS, certified_success, success_curve
 
-LIMIT_NAMES = {
-    BAYES_LIMIT: "Bayes error if the images of a class were Gaussian (an estimate)",
-    CANDIDATE_BOUND: "bound for any images",
-}
 COLOURS = 6  # of series in static/style.css
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down")  # one more than colours
 BASELINE_DASHES = ((5, 3), (7, 3, 1.5, 3), (1.5, 3), (8, 2), (10, 3, 1.5, 3, 1.5, 3))
@@ -111,13 +106,12 @@ def look_at(place: int) -> Look:
 
 
 def looks_of(reading: RunSnapshot) -> dict[str, Look]:
-    names = attack_order(reading.ledger, {*reading.scores.attacks, *(row["name"] for row in reading.attacks)})
     attacks, baselines, looks = count(), count(), {}
-    for name in names:
-        match role_of(name):
+    for name in reading.names:
+        match reading.scores.role(name):
             case "attack":
                 looks[name] = look_at(next(attacks))
-            case "limit":
+            case "limit" | "estimate":
                 looks[name] = LIMIT
             case "baseline":
                 dash = BASELINE_DASHES[next(baselines) % len(BASELINE_DASHES)]
@@ -149,10 +143,10 @@ def _leakage(reading: RunSnapshot, metric: str, accuracy: Sequence[Series]) -> F
     leaks = [leak for leak in reading.leakage(metric) if leak.round is not None and leak.mean is not None]
     looks = looks_of(reading)
     by_attack = {attack: [leak for leak in leaks if leak.attack == attack] for attack in reading.order}
-    series = [leak_series(attack, own, looks[attack]) for attack, own in by_attack.items() if own]
+    series = [leak_series(own, looks[attack]) for attack, own in by_attack.items() if own]
     if not series:
         return None
-    attacks = [leak for leak in leaks if is_attack(leak.attack)]
+    attacks = [leak for leak in leaks if leak.role == "attack"]
     return Figure(
         f"leakage-{metric}",
         TITLE,
@@ -166,13 +160,13 @@ def _leakage(reading: RunSnapshot, metric: str, accuracy: Sequence[Series]) -> F
     )
 
 
-def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
-    ends = [leak.interval or (None, None) for leak in leaks]
-    low, high = zip(*ends, strict=True) if is_attack(name) else ((), ())
+def leak_series(leaks: Sequence[Leak], look: Look) -> Series:
+    ends, first = [leak.interval or (None, None) for leak in leaks], leaks[0]
+    low, high = zip(*ends, strict=True) if first.role == "attack" else ((), ())
     worst = [leak.worst for leak in leaks]
     return Series(
-        LIMIT_NAMES.get(name, name),
-        role_of(name),
+        name_of(first.attack, first.role),
+        first.role,
         look,
         [leak.round or 0 for leak in leaks],
         [leak.mean for leak in leaks],
@@ -183,10 +177,14 @@ def leak_series(name: str, leaks: Sequence[Leak], look: Look) -> Series:
     )
 
 
+def name_of(attack: str, role: Role) -> str:
+    return f"{attack} (an estimate)" if role == "estimate" else attack
+
+
 def point_label(leak: Leak) -> str:
     digits = MEASURED[leak.metric].digits
     mean, shown = number(leak.mean, digits), leak.interval
-    if is_limit(leak.attack):
+    if leak.role in LIMITS:
         return mean
     parts = [mean if shown is None else f"{mean} ({number(shown[0], digits)} to {number(shown[1], digits)})"]
     parts += [] if leak.worst is None else [f"worst case {number(leak.best, digits)}"]
@@ -233,9 +231,9 @@ def success_figure(reading: RunSnapshot) -> Figure | None:
     for attack, rates in curve.items():
         low, high = zip(*(rate.interval for rate in rates), strict=True)
         notes = [f"{r.count} of {r.n} ({percent(r.interval[0])} to {percent(r.interval[1])})" for r in rates]
-        parts, banded = [rate.fraction for rate in rates], is_attack(attack)
-        own = Series(attack, role_of(attack), looks[attack], THRESHOLDS, parts, note=notes)
-        series.append(replace(own, low=low, high=high) if banded else own)
+        parts, role = [rate.fraction for rate in rates], reading.scores.role(attack)
+        own = Series(attack, role, looks[attack], THRESHOLDS, parts, note=notes)
+        series.append(replace(own, low=low, high=high) if role == "attack" else own)
     if certified := certified_success(reading, curve):
         notes = [f"at most {percent(v)} of the examples, by any attack on one round" for v in certified]
         series.append(Series("certified (ReRo), one round", "limit", LIMIT, THRESHOLDS, certified, note=notes))
@@ -253,8 +251,8 @@ def membership_figure(reading: RunSnapshot) -> Figure | None:
     least = known[0]
     series = [
         Series(
-            LIMIT_NAMES.get(name, name),
-            role_of(name),
+            name,
+            reading.scores.role(name),
             looks[name],
             RATES_SHOWN,
             [None if y is None else max(y, least / 2) for y in curves[name]],

@@ -23,7 +23,6 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import LedgerError
 from fedgauge.server.store.tape import TapeError
 from fedgauge.server.views.formatting import in_unit, status_words
-from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.snapshot import RunSnapshot
 
@@ -109,7 +108,7 @@ class Gallery:
 
     @cached_property
     def attacks(self) -> list[str]:
-        return [a for a in self.reading.order if is_attack(a)]
+        return [a for a in self.reading.order if self.scores.role(a) == "attack"]
 
     @cached_property
     def shards(self) -> Shards | None:

@@ -14,7 +14,6 @@ from fedgauge.server.views.formatting import number
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import why_not_tested
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of
 from fedgauge.server.views.verdict import Kind, doubts
@@ -158,7 +157,7 @@ def _measured(reading: RunSnapshot, metric: str) -> Measurement:
         spent = spent_in(reading)
         return Measurement(spent.record, spent.words)
     name = metric.removeprefix(WORST)
-    leaks = [k for k in reading.pooled(name).values() if is_attack(k.attack)] if name in reading.metrics else []
+    leaks = [k for k in reading.pooled(name).values() if k.role == "attack"] if name in reading.metrics else []
     leak, missing = best_of(leaks, "attack"), _lost(leaks)
     if leak is None and metric in QUESTIONS:
         return Measurement(None, f"it was not tested: {why_not_tested(reading.ledger, metric)}{missing}")

@@ -5,12 +5,11 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
+from fedgauge.attacks.base import LIMITS
 from fedgauge.attacks.modality.base import MainMetric, Measured
 from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS, RATES
-from fedgauge.attacks.modality.registry import MEASURED, further_leaks
-from fedgauge.attacks.plan import ERROR_LIMITS
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.views.leakage import Leak, counted_of_all
-from fedgauge.server.views.roles import is_attack, is_baseline, is_limit, role_of
 from fedgauge.server.views.scores import capped
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of, error_in_db, mean_of
@@ -49,7 +48,7 @@ def rate_of(leak: Leak | None) -> Cell:
 def rounds_table(reading: RunSnapshot) -> Table:
     """List each attack in each round, with the best baseline of the round."""
     kind, by = reading.scores.label_kind, reading.scores.measure
-    order = [name for name in reading.order if is_attack(name)]
+    order = [name for name in reading.order if reading.scores.role(name) == "attack"]
     columns = [
         Column("round", "round", "count"),
         Column("before", f"{kind.utility} before", "number", 1, fraction=True),
@@ -109,18 +108,19 @@ def summary_table(reading: RunSnapshot) -> Table:
 
 def _summary_rows(reading: RunSnapshot, by: MainMetric, others: list[str]) -> Iterable[tuple[Cell, ...]]:
     pooled = {metric: reading.pooled(metric) for metric in reading.metrics}
+    headlines = {row["name"]: row["metric"] for row in reading.attacks}
     for attack in reading.order:
         leaks = {m: by_attack[attack] for m, by_attack in pooled.items() if attack in by_attack}
-        leak = leaks.get("mse" if attack in ERROR_LIMITS else by.metric)
-        further = next((leaks[metric] for metric in further_leaks() if metric in leaks), None)
-        counted = leak or further
-        if counted is None or (is_baseline(attack) and not counted.n):
+        headline = headlines.get(attack) or by.metric
+        counted = None if headline in MEMBERSHIP else leaks.get(headline)
+        if counted is None or (counted.role == "baseline" and not counted.n):
             continue  # a membership test, or a baseline of an attack without results
-        hits, shown = leaks.get("identified"), None if is_limit(attack) else leak
+        limits = counted.role in LIMITS
+        hits, shown = leaks.get("identified"), counted if headline == by.metric else None
         yield (
             attack,
-            role_of(attack),
-            *((None, None) if is_limit(attack) else (counted.n, counted.clusters)),
+            counted.role,
+            *((None, None) if limits else (counted.n, counted.clusters)),
             *leak_cells(shown),
             None if shown is None else shown.median,
             error_in_db(leaks.get("mse")),
@@ -150,11 +150,12 @@ def membership_table(reading: RunSnapshot) -> Table:
     for metric, (question, _) in QUESTIONS.items():
         leaks, at_rates = reading.pooled(metric), [reading.pooled(metric + ending) for ending in RATES]
         for name in (name for name in reading.order if name in leaks and leaks[name].n):
-            leak, limit = leaks[name], is_limit(name)
+            leak = leaks[name]
+            limit = leak.role in LIMITS
             # a limit has no count of members
             rates = [None if limit else rate_of(at.get(name)) for at in at_rates]
             interval = None if limit else leak.interval
-            rows.append((question, name, role_of(name), leak.n, leak.mean, interval, *rates))
+            rows.append((question, name, leak.role, leak.n, leak.mean, interval, *rates))
     return Table.of("Tests of membership", columns, rows)
 
 

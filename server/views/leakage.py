@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fedgauge.attacks.base import Role
 from fedgauge.attacks.modality.membership import ANYBODY, HELD, MEMBER, MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.views.formatting import counted_words
 from fedgauge.server.views.intervals import Ints, Rate, clustered_interval
-from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores, capped
 
 
@@ -31,6 +31,7 @@ class Leak:
     """
 
     attack: str
+    role: Role
     round: int | None
     metric: str
     n: int
@@ -46,7 +47,7 @@ class Leak:
     @property
     def worst(self) -> float | None:
         """The worst case to draw, capped; None for rates, baselines and limits."""
-        if self.best is None or MEASURED[self.metric].rate or not is_attack(self.attack):
+        if self.best is None or MEASURED[self.metric].rate or self.role != "attack":
             return None
         return float(capped(self.metric, np.array(self.best)))
 
@@ -125,8 +126,10 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
     some = len(values) > 0
     if some and MEASURED[metric].rate:
         low, high = Rate(int(np.rint(np.clip(values, 0, 1).sum())), len(values)).interval
+    attack = part.attacks[part.attack[0]]
     return Leak(
-        attack=part.attacks[part.attack[0]],
+        attack=attack,
+        role=part.role(attack),
         round=round,
         metric=metric,
         n=len(values),

@@ -7,15 +7,14 @@ from typing import Literal
 import numpy as np
 from scipy.special import bdtrc
 
+from fedgauge.attacks.base import LIMITS
 from fedgauge.attacks.membership.limit import mu_of, power
 from fedgauge.attacks.modality.membership import HELD, MEMBER, QUESTIONS, RATES
 from fedgauge.attacks.modality.registry import MEASURED
-from fedgauge.attacks.plan import MEMBERSHIP_LIMIT
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import percent
 from fedgauge.server.views.intervals import LUCK, Rate
 from fedgauge.server.views.leakage import counted_of_all
-from fedgauge.server.views.roles import is_attack, is_limit
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import PairedDifference, paired, rivals_of, values_of
 
@@ -83,7 +82,7 @@ class MembershipResult:
 
 def membership_results(scores: Scores) -> list[MembershipResult]:
     asked = {metric: _graded(scores, metric) for metric in (MEMBER, HELD)}
-    tests = {metric: list(filter(is_attack, _names(rows))) for metric, rows in asked.items()}
+    tests = {metric: [name for name in _names(rows) if rows.role(name) == "attack"] for metric, rows in asked.items()}
     comparisons, strongest = 2 * sum(map(len, tests.values())), []
     for metric, rows in asked.items():
         at_rate = _graded(scores, metric + ONE_PERCENT)
@@ -103,9 +102,9 @@ def _result(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int)
     gain = min(filter(None, (paired(rows, attack), chance)), key=lambda g: float(g.differences.mean()))
     difference = gain.interval(tests)
     hits = at_rate.of_attack(attack)
-    guesses = [values_of(at_rate.of_attack(rival), hits.example_keys()) == 1 for rival in rivals_of(attack)]
+    guesses = [values_of(at_rate.of_attack(rival), hits.example_keys()) == 1 for rival in rivals_of(rows, attack)]
     alone = replace(hits, value=np.where(np.any(guesses, axis=0), 0.0, hits.value))
-    limits = rows.of_attack(MEMBERSHIP_LIMIT)
+    limits = [float(rows.of_attack(name).value.mean()) for name in _names(rows) if rows.role(name) == "limit"]
     return MembershipResult(
         metric=metric,
         attack=attack,
@@ -115,7 +114,7 @@ def _result(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int)
         excess_low=difference[0] if difference else None,
         hits=Rate(round(float(hits.value.sum())), len(hits)) if len(hits) else None,
         hits_by_luck=_luck(alone),
-        limit=float(limits.value.mean()) if len(limits) else None,
+        limit=min(limits, default=None),
         tests=tests,
     )
 
@@ -146,7 +145,7 @@ def roc_curves(scores: Scores) -> dict[str, list[float | None]]:
     curves: dict[str, list[float | None]] = {}
     for name in _names(rows):
         areas = rows.of_attack(name).value
-        if is_limit(name):
+        if rows.role(name) in LIMITS:
             mus = [mu_of(share, ONE) for share in exact[ONE].of_attack(name).value.tolist()]
             if mus:
                 curves[name] = [float(np.mean([power(rate, mu) for mu in mus])) for rate in RATES_SHOWN]
@@ -177,7 +176,7 @@ def why_not_tested(ledger: Ledger, question: str) -> str:
     """Return the reason why a question was not tested, or the command that tests it."""
     if not ledger.attacks():
         return "no attack was planned"
-    own = [name for name, planned in ledger.planned().items() if planned.metric == question and is_attack(name)]
+    own = [row["name"] for row in ledger.attacks() if row["metric"] == question and row["role"] == "attack"]
     if not own:
         use = "membership_over_rounds" if question == HELD else "membership"
         return f"test it with: fedgauge audit RUN --attack {use}{' --truth FOLDER' if ledger.deployed else ''}"

@@ -6,7 +6,6 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import sanitised
 from fedgauge.server.views.formatting import listed
 from fedgauge.server.views.participation import participation
-from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.snapshot import Jobs
 
 PRECISIONS = {"ieee": "float32 (IEEE)", "tf32": "TF32 products"}
@@ -28,7 +27,7 @@ def failure(ledger: Ledger, attacks: Collection[str] | None = None) -> str:
 
 def inapplicable(ledger: Ledger, attacks: Collection[str] | None = None) -> str:
     """Say that no attack applies to any update; empty if one does, or if some have not ended."""
-    real = [row for row in ledger.outcomes() if is_attack(row["attack"])]
+    real = [row for row in ledger.outcomes() if row["role"] == "attack"]
     statuses = {row["status"] for row in real if attacks is None or row["attack"] in attacks}
     if statuses != {"not_applicable"} or ledger.progress().waiting:
         return ""

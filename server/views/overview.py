@@ -5,15 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedgauge.attacks.base import LIMITS, Role
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
 from fedgauge.attacks.modality.base import MainMetric
-from fedgauge.attacks.plan import ERROR_LIMITS, describe
+from fedgauge.attacks.plan import describe
 from fedgauge.defenses.accounting import PrivacyStatement
 from fedgauge.server.store import run_files
 from fedgauge.server.views.figures import (
-    LIMIT_NAMES,
     Figure,
     membership_figure,
+    name_of,
     rounds_figures,
     success_figure,
 )
@@ -25,7 +26,6 @@ from fedgauge.server.views.notices import Notice, notices
 from fedgauge.server.views.outcomes import attacked_on, work_words
 from fedgauge.server.views.participation import app_clients_table, participation
 from fedgauge.server.views.privacy import canaries, spent_in
-from fedgauge.server.views.roles import Role, role_of
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import Limits, final_accuracy
@@ -149,18 +149,18 @@ def progress(reading: RunSnapshot) -> RunProgress:
 
 def limit(reading: RunSnapshot) -> str:
     errors = reading.pooled("mse") if "mse" in reading.metrics else {}
-    drawn = [row for row in reading.attacks if row["name"] in ERROR_LIMITS and row["name"] in errors]
-    drawn = [row for row in drawn if errors[row["name"]].n]
+    known = {name for name, leak in errors.items() if leak.role in LIMITS and leak.n}
+    drawn = [row for row in reading.attacks if row["name"] in known]
     if not drawn:
         return "No limit on reconstruction is drawn: a limit needs a chain whose noise has a known density."
     found = Limits.of(errors)
     values = {
-        "a Gaussian prior of each class, labels known (an estimate that an attack may pass)": found.estimate,
+        "an estimate that an attack may pass": found.estimate,
         "no attack gets above": found.bound,
         "the attack of the least error": found.reached,
     }
     limits = [f"{name} {decibel(value)} dB" for name, value in values.items() if value is not None]
-    cards = [f"{LIMIT_NAMES[row['name']]}: {'; '.join(_parts(row))}." for row in drawn]
+    cards = [f"{name_of(row['name'], row['role'])}: {'; '.join(_parts(row))}." for row in drawn]
     return " ".join([f"Limits of the mean squared error, as PSNRs of that mean: {'; '.join(limits)}.", *cards])
 
 
@@ -173,7 +173,7 @@ def _cards(reading: RunSnapshot) -> list[KnowledgeCard]:
     planned, cards = reading.ledger.planned(), []
     for row in reading.attacks:
         name = row["name"]
-        cards.append(KnowledgeCard(name, role_of(name), describe(planned[name].table), _parts(row), row["seed"]))
+        cards.append(KnowledgeCard(name, row["role"], describe(planned[name].table), _parts(row), row["seed"]))
     return sorted(cards, key=lambda card: card.kind != "attack")
 
 

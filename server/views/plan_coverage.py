@@ -11,7 +11,6 @@ from fedgauge.client.components import check_arguments
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.formatting import listed
-from fedgauge.server.views.roles import is_attack
 
 MOST_ROUNDS = 5  # named in a sentence
 SELECTION = ("rounds", "every", "clients")  # keys of [audit] that choose what is attacked
@@ -88,7 +87,7 @@ def plan_coverage(ledger: Ledger, tables: Mapping[str, Any], training: bool) -> 
         training: if the run still trains, so that later rounds do not count yet.
     """
     planned = ledger.planned()
-    attack = next((p for name, p in planned.items() if is_attack(name)), None)
+    attack = next((p for p in planned.values() if p.role == "attack"), None)
     if attack is None:
         return PlanCoverage()
     plan, group_of = replace(selection(tables), attacks=tuple(planned.values())), _groups(tables)

@@ -1,24 +1,22 @@
 """All scores of a run as columns, in an order independent of the workers."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedgauge.attacks.base import LIMITS, Role
 from fedgauge.attacks.modality.base import MainMetric, Modality
-from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED, further_leaks
-from fedgauge.attacks.plan import ERROR_LIMITS
 from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.label_kinds import SCORED, LabelKind
 from fedgauge.server.store.ledger_types import UNGRADED, ScoreRow
 from fedgauge.server.views.intervals import Floats, Ints
-from fedgauge.server.views.roles import is_attack, is_limit
 
 LARGEST = 1e100  # of a value, so that sums of squares are finite
 Mask = NDArray[np.bool_]
@@ -39,6 +37,7 @@ class Scores:
         size_of: number of examples of an update, which are all lost with a failed batch.
         unordered: if `example` is the place in the reconstruction, as clients grade, not in the batch.
         given_labels: attacks that are given the labels; `of_metric` leaves their labels out.
+        roles: of the planned attacks, in their order.
     """
 
     round: Ints
@@ -55,6 +54,7 @@ class Scores:
     size_of: SizeOf = lambda round, client: 1
     unordered: bool = False
     given_labels: frozenset[str] = frozenset()
+    roles: Mapping[str, Role] = field(default_factory=dict)
 
     @classmethod
     def empty(cls) -> "Scores":
@@ -97,13 +97,14 @@ class Scores:
     def of_metric(self, metric: str) -> "Scores":
         """Return the rows of a metric, and one row for each attempt without any value, which failed under every metric.
 
-        A limit has only the mean squared error. An attack that is given the labels has no label accuracy.
+        A limit is only of its own metric. An attack that is given the labels has no label accuracy.
         """
-        without = {*(ERROR_LIMITS if metric != mse.name else ()), *(self.given_labels if metric in SCORED else ())}
-        left_out = np.isin(self.attack, [i for i, name in enumerate(self.attacks) if name in without])
+        own = self.named(metric)
+        left_out = self.by_limits & ~own
+        if metric in SCORED:
+            left_out |= np.isin(self.attack, [i for i, name in enumerate(self.attacks) if name in self.given_labels])
         if left_out.any():
             return self.where(~left_out).of_metric(metric)
-        own = self.named(metric)
         # attacks on examples do not fail at membership, nor membership tests at examples, nor either at another leak
         leaks = further_leaks()
         subject = {name: name if name in leaks else name in MEMBERSHIP for name in (*self.metrics, metric)}
@@ -154,13 +155,17 @@ class Scores:
             ]
         return counts
 
+    def role(self, attack: str) -> Role:
+        """The role of a name in the scores; one that is not planned is a reconstruction graded against a wrong client."""
+        return self.roles.get(attack, "baseline")
+
     @property
     def by_limits(self) -> Mask:
-        return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if is_limit(a)])
+        return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if self.role(a) in LIMITS])
 
     @property
     def by_attacks(self) -> Mask:
-        return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if is_attack(a)])
+        return np.isin(self.attack, [i for i, a in enumerate(self.attacks) if self.role(a) == "attack"])
 
     @property
     def ungraded(self) -> Mask:

@@ -13,6 +13,7 @@ import numpy as np
 
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.attacks.score_rows import wrong_client
 from fedgauge.client import toml_text
 from fedgauge.client.components import Count, SpecError, coerce
 from fedgauge.client.data_folder import may_download
@@ -29,7 +30,6 @@ from fedgauge.server.views.formatting import chain, component
 from fedgauge.server.views.leakage import Leak, leakage
 from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.plan_coverage import PlanCoverage, plan_coverage, selection
-from fedgauge.server.views.roles import attack_order, is_attack
 from fedgauge.server.views.scores import Scores, known_metrics
 from fedgauge.server.views.strength import final_accuracy
 
@@ -63,7 +63,7 @@ def version_of(run: Run, ledger: Ledger) -> tuple[object, ...]:
     return *counts, state_of(run, ledger), meta.get("replay", ""), meta.get(RETRIED, "")
 
 
-def tables_of(run: Run) -> dict[str, Any]:
+def tables_of(run: Run) -> Mapping[str, Any]:
     """Return a run's scenario, with checks only of what views read.
 
     Raises:
@@ -71,7 +71,10 @@ def tables_of(run: Run) -> dict[str, Any]:
     """
     path = run.folder / "scenario.toml"
     try:
-        tables = {"seed": 0, **toml_text.parse(run_files.read(path))}  # a scenario may leave its seed out
+        tables = {
+            "seed": 0,
+            **toml_text.parse(run_files.read(path, toml_text.MOST)),
+        }  # a scenario may leave its seed out
         Protocol.from_tables(tables)
         for table in (tables["data"], tables["model"], *tables["chain"]):
             coerce(table.get("use"), str, "use")
@@ -123,7 +126,7 @@ def run_line(run: Run) -> RunLine:
             chain=chain(tables),
             data=component(tables["data"]),
             model=component(tables["model"]),
-            attacks=tuple(row["name"] for row in ledger.attacks() if is_attack(row["name"])),
+            attacks=tuple(row["name"] for row in ledger.attacks() if row["role"] == "attack"),
             accuracy=final_accuracy({row["round"]: dict(row) for row in ledger.rounds()}),
             best=ledger.best_so_far(),
             measure=ledger.modality.main,
@@ -235,9 +238,10 @@ class RunSnapshot:
         self.meta, self.progress, self.pace = ledger.meta(), ledger.progress(), ledger.pace()
         if self.meta.get(RETRIED) != retried:  # rows were deleted
             self.scores, self._finished = Scores.empty(), 0
+        self.scores = replace(self.scores, roles={row["name"]: row["role"] for row in ledger.attacks()})
         self.rounds = {row["round"]: dict(row) for row in ledger.rounds()}
         if "rounds" in self.meta:  # a user's own app decides
-            self.tables["rounds"] = int(self.meta["rounds"])
+            self.tables = {**self.tables, "rounds": int(self.meta["rounds"])}
         if (finished := ledger.finished()) > self._finished:
             given = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
             for planned in ledger.planned().values():
@@ -312,7 +316,14 @@ class RunSnapshot:
     @property
     def order(self) -> list[str]:
         """Names in the scores: attacks in the plan's order, limits, baselines."""
-        return attack_order(self.ledger, self.scores.attacks)
+        return [name for name in self.names if name in self.scores.attacks]
+
+    @property
+    def names(self) -> list[str]:
+        """Names that the scores may have, in the same order: those of the plan, and each one's wrong client."""
+        roles = self.scores.roles
+        planned = sorted(roles, key=lambda name: (roles[name] == "baseline", roles[name] != "attack"))
+        return [*planned, *map(wrong_client, roles)]
 
     @property
     @viewed

@@ -6,19 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from fedgauge.attacks.modality.registry import BASELINES, MEASURED
-from fedgauge.attacks.plan import ERROR_LIMITS
+from fedgauge.attacks.base import Role
+from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.score_rows import wrong_client
 from fedgauge.client.pairing import in_db
 from fedgauge.server.views.intervals import LUCK, Floats, Ints, clustered_interval
 from fedgauge.server.views.leakage import Leak
-from fedgauge.server.views.roles import Role, is_attack, role_of
 from fedgauge.server.views.scores import Scores, capped
 
 
 def best_of(leaks: Iterable[Leak], role: Role) -> Leak | None:
     """Return the strongest attack, best baseline or highest limit by its mean; None without a mean."""
-    graded = [leak for leak in leaks if leak.mean is not None and role_of(leak.attack) == role]
+    graded = [leak for leak in leaks if leak.mean is not None and leak.role == role]
     graded.sort(key=lambda leak: leak.attack)
     return MEASURED[graded[0].metric].leakiest(graded, lambda leak: leak.mean or 0.0) if graded else None
 
@@ -45,9 +44,11 @@ class Limits:
     @classmethod
     def of(cls, errors: Mapping[str, Leak]) -> "Limits":
         """Make from the mean squared error of each attack and limit."""
-        reached = [v for leak in errors.values() if is_attack(leak.attack) and (v := error_in_db(leak)) is not None]
-        estimate, bound = (error_in_db(errors.get(name)) for name in ERROR_LIMITS)
-        return cls(estimate, bound, max(reached, default=None))
+        estimates, bounds, reached = (
+            [v for leak in errors.values() if leak.role == role and (v := error_in_db(leak)) is not None]
+            for role in ("estimate", "limit", "attack")
+        )
+        return cls(min(estimates, default=None), min(bounds, default=None), max(reached, default=None))
 
 
 def mean_of(leak: Leak | None) -> float | None:
@@ -60,9 +61,9 @@ def final_accuracy(rounds: Mapping[int, Mapping[str, Any]]) -> float | None:
     return tested[-1] if tested else None
 
 
-def rivals_of(attack: str) -> tuple[str, ...]:
+def rivals_of(graded: Scores, attack: str) -> tuple[str, ...]:
     """Return the baselines of an attack."""
-    return (*BASELINES, wrong_client(attack))
+    return (*(name for name, role in graded.roles.items() if role == "baseline"), wrong_client(attack))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ def paired(graded: Scores, attack: str) -> PairedDifference | None:
     own = graded.of_attack(attack)
     metric = graded.metrics[own.metric[0]] if len(own) else ""
     values, gains = capped(metric, own.value), []
-    for baseline in rivals_of(attack):
+    for baseline in rivals_of(graded, attack):
         floor = capped(metric, values_of(graded.of_attack(baseline), own.example_keys()))
         both = ~np.isnan(floor)
         if both.any():

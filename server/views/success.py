@@ -6,12 +6,12 @@ from contextlib import suppress
 import numpy as np
 from torch import nn
 
+from fedgauge.attacks.base import LIMITS
 from fedgauge.attacks.limits import reconstruction_robustness
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.client.chain import Chain
 from fedgauge.defenses.accounting import Mechanism, NoGuarantee, mechanism
 from fedgauge.server.views.intervals import Rate
-from fedgauge.server.views.roles import is_baseline, is_limit
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.snapshot import RunSnapshot, viewed
 
@@ -31,9 +31,9 @@ def success_curve(reading: RunSnapshot) -> dict[str, list[Rate]]:
     if _unknown(psnr):
         return {}
     curve = {}
-    for attack in [a for a in reading.order if not is_limit(a)]:
+    for attack in [a for a in reading.order if scores.role(a) not in LIMITS]:
         rows = psnr.of_attack(attack)
-        if not len(rows) or _unknown(rows) or (is_baseline(attack) and np.isnan(rows.value).all()):
+        if not len(rows) or _unknown(rows) or (scores.role(attack) == "baseline" and np.isnan(rows.value).all()):
             continue
         rows = rows.where(~rows.ungraded)
         n = int(rows.counts(scores.measure.metric).sum())
@@ -52,7 +52,8 @@ def certified_success(reading: RunSnapshot, curve: Mapping[str, Sequence[Rate]])
         return None
     federation, shards = scenario.federation, scenario.federation.shards
     gaussian = gaussian_mechanism(federation.chain, shards.batch_size, federation.model, shards.dataset.fitted)
-    return None if gaussian is None else certified(curve, gaussian)
+    floors = [rates for attack, rates in curve.items() if reading.scores.role(attack) == "baseline"]
+    return None if gaussian is None else certified(floors, gaussian)
 
 
 def gaussian_mechanism(
@@ -69,12 +70,14 @@ def gaussian_mechanism(
     return None
 
 
-def certified(curve: Mapping[str, Sequence[Rate]], mechanism: Mechanism) -> list[float] | None:
+def certified(floors: Sequence[Sequence[Rate]], mechanism: Mechanism) -> list[float] | None:
     """Return the success rates at THRESHOLDS that no attack exceeds (ReRo); None without a baseline.
 
     The prior's success is the upper end of the best baseline's interval.
+
+    Args:
+        floors: success rates of each baseline.
     """
-    floors = [rates for attack, rates in curve.items() if is_baseline(attack)]
     if not floors:
         return None
     priors = [max(rate.interval[1] for rate in at) for at in zip(*floors, strict=True)]

@@ -16,7 +16,6 @@ from fedgauge.server.views.formatting import counted_words, decibel, in_unit, ma
 from fedgauge.server.views.intervals import LUCK, Ints, Rate, guessed_labels, luck_bound, luck_of_hits
 from fedgauge.server.views.membership import MembershipResult, Word, members_sentences, membership_results
 from fedgauge.server.views.outcomes import failure
-from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.snapshot import RunSnapshot, State, viewed
 from fedgauge.server.views.strength import Limits, PairedDifference, best_of, paired, rivals_of, values_of
@@ -126,17 +125,19 @@ def excesses(scores: Scores) -> list[ExcessLeakage]:
     main, identified = (scores.of_metric(m) for m in (scores.measure.metric, "identified"))
     main, identified = (rows.where(~np.isnan(rows.value)) for rows in (main, identified))
     main = main.comparable(scores.measure.metric)
-    gains = {a: gain for a in main.attacks if is_attack(a) and (gain := paired(main, a)) is not None}
+    gains = {a: gain for a in main.attacks if main.role(a) == "attack" and (gain := paired(main, a)) is not None}
     return [_excess(main, identified, a, gain, len(gains)) for a, gain in gains.items()]
 
 
 def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifference, attacks: int) -> ExcessLeakage:
     own, hits = main.of_attack(attack), identified.of_attack(attack)
     keys, sign = own.example_keys(), main.measure.sign
-    highest = np.fmax.reduce([sign * values_of(main.of_attack(b), keys) for b in rivals_of(attack)])  # NaN: none graded
+    highest = np.fmax.reduce(
+        [sign * values_of(main.of_attack(b), keys) for b in rivals_of(main, attack)]
+    )  # NaN: none graded
     hit = values_of(hits, keys)
     rate, by_chance = _rate_of(hits), _rate_of(identified.of_attack(wrong_client(attack)))
-    guesses = [guess for b in rivals_of(attack) if (guess := _rate_of(identified.of_attack(b)))]
+    guesses = [guess for b in rivals_of(main, attack) if (guess := _rate_of(identified.of_attack(b)))]
     low, high = gain.interval(attacks) or (None, None)
     return ExcessLeakage(
         attack=attack,
@@ -230,13 +231,13 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
     yield f"its best baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
     if e.exact:
-        yield f"{e.exact} of them come back exactly"
+        yield f"{e.exact} of them {'comes' if e.exact == 1 else 'come'} back exactly"
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         chance = f" (by chance, among another client's: {e.by_chance})" if e.by_chance else ""
         yield f"{e.identified} {by.private}s are identified{chance}{beyond}"
     elif e.exposed:
-        yield f"{e.exposed} of them are reconstructed {by.beyond}"
+        yield f"{e.exposed} of them {'is' if e.exposed == 1 else 'are'} reconstructed {by.beyond}"
     if limit is not None:
         yield f"no attack's mean error is below that of {decibel(limit)} dB"
 
@@ -269,11 +270,11 @@ def _in_brackets(reason: str) -> str:
 
 def _none_moved(reading: RunSnapshot) -> bool:
     """Check that the chain gave none of the compared attacks a derivative."""
-    scores, planned = reading.scores, reading.ledger.planned()
+    scores, rebuilding = reading.scores, {row["name"] for row in reading.attacks if not row["metric"]}
     flat = {row["name"] for row in reading.attacks if row["flat"]}
     graded = scores.where(scores.by_attacks & ~np.isnan(scores.value))
     names = (graded.attacks[attack] for attack in np.unique(graded.attack))
-    tried = [e.attack for e in excesses(scores)] or [n for n in names if n in planned and planned[n].reconstructs]
+    tried = [e.attack for e in excesses(scores)] or [n for n in names if n in rebuilding]
     return bool(tried) and flat.issuperset(tried)
 
 
@@ -282,7 +283,7 @@ def restored_labels(reading: RunSnapshot) -> RestoredLabels | None:
     """Return the labels of the attack that restored most; attacks with given labels do not count."""
     scores, kind = reading.scores, reading.scores.label_kind
     known, sign = scores.where(~np.isnan(scores.value)).of_metric(kind.metric), MEASURED[kind.metric].sign
-    attacks = [a for a in reading.ledger.planned() if is_attack(a) and len(known.of_attack(a))]
+    attacks = [a for a, role in scores.roles.items() if role == "attack" and len(known.of_attack(a))]
     found = [labels for a in attacks if (labels := _restored_by(a, known, reading, len(attacks)))]
     return max(found, key=lambda labels: (labels.leaks, sign * labels.score), default=None)
 
@@ -312,8 +313,8 @@ def _batch_sizes(scores: Scores, rows: Scores) -> Ints:
 
 
 def _nothing_to_judge(reading: RunSnapshot) -> str:
-    scores, planned = reading.scores, reading.ledger.planned()
-    if not any(is_attack(name) and attack.reconstructs for name, attack in planned.items()):
+    scores = reading.scores
+    if not any(row["role"] == "attack" and not row["metric"] for row in reading.attacks):
         return "no attack that reconstructs was planned"
     if reading.meta.get("replay") == "mismatch":
         return "the replay check failed"

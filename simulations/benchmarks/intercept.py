@@ -39,7 +39,7 @@ class InMemory:
     """
 
     def __init__(
-        self, scenario: Scenario, recorder: Callable[[RoundReplies], None], grid: MemoryGrid | None = None
+        self, scenario: Scenario, recorder: Callable[[RoundReplies], object], grid: MemoryGrid | None = None
     ) -> None:
         params, buffers = scenario.federation.initial()
         given = grid or MemoryGrid(scenario.protocol)

@@ -37,14 +37,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """A benchmark's figures and settings (n, seeds, budgets); rows: further records, if it has any."""
+    """A benchmark's figures and settings (n, seeds, budgets)."""
 
     figures: tuple[Figure, ...]
     settings: Mapping[str, object]
-    rows: tuple[Mapping[str, object], ...] = ()
 
 
-def record(name: str, report: BenchmarkReport, seconds: float) -> dict[str, Any]:
+def record(name: str, report: BenchmarkReport, seconds: float) -> Mapping[str, Any]:
     """A report for a results file: figures, settings, machine, date."""
     keys = ("name", "value", "unit", "target", "met", "note")
     return {
@@ -52,7 +51,6 @@ def record(name: str, report: BenchmarkReport, seconds: float) -> dict[str, Any]
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "seconds": round(seconds, 1),
         "figures": [{key: getattr(figure, key) for key in keys} for figure in report.figures],
-        "rows": [dict(row) for row in report.rows],
         "settings": dict(report.settings),
         "environment": environment(),
     }

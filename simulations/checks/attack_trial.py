@@ -27,7 +27,7 @@ PLAN = "the whole plan"
 
 def check_attacks(scenario: Scenario, patience: float = math.inf) -> Iterator[CheckResult]:
     """Try every planned attack once; those left after `patience` seconds are not checked."""
-    planned = [p for p in scenario.plan.attacks if not p.is_baseline and not p.is_limit]
+    planned = [p for p in scenario.plan.attacks if p.role == "attack"]
     if not scenario.audit.curious or not planned:
         return
     source, began, results = PublicSource(scenario.federation), time.perf_counter(), list[CheckResult]()

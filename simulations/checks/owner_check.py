@@ -12,7 +12,8 @@ from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import describe
 from fedgauge.attacks.problem import Problem
-from fedgauge.client.components import SpecError
+from fedgauge.attacks.score_rows import WRONG_CLIENT
+from fedgauge.client.components import errors_in
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
@@ -20,7 +21,6 @@ from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.files import read_file
 from fedgauge.defenses.accounting import DELTA, PrivacyStatement, privacy_statement
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.roles import is_attack
 from fedgauge.simulations.checks.check_result import CheckResult, Found, attempt
 from fedgauge.simulations.checks.scenario_check import describe_data
 
@@ -87,8 +87,13 @@ def history(owner: OwnerConfig) -> Iterator[CheckResult]:
     for reason, times in reasons.most_common(SHOWN_REASONS):
         yield CheckResult("history", False, False, _line(f"{reason} ({times} x)"))
     graded = [event for event in events if event["event"] == "graded"]
-    exact = [(max(values), name, event) for event in graded for name, values in event["exact"].items() if values]
-    if worst := GRADED.leakiest((each for each in exact if is_attack(each[1])), lambda each: each[0]):
+    exact = [
+        (max(values), name, event)
+        for event in graded
+        for name, values in event["exact"].items()
+        if values and name not in ImageModality.baselines and not name.startswith(WRONG_CLIENT)
+    ]
+    if worst := GRADED.leakiest(exact, lambda each: each[0]):
         value, name, event = worst
         highest = max(event["reported"].get(name, ()), default=None)
         reported = "not reported" if highest is None else f"reported to the server as {highest:g}"
@@ -108,12 +113,10 @@ def _line(text: str) -> str:
 
 def _events(owner: OwnerConfig) -> Sequence[Event]:
     log = ClientFolder(owner.state).log
-    try:
-        return [json.loads(line) for line in read_file(log, MOST_BYTES).decode(errors="replace").splitlines()]
-    except FileNotFoundError:
+    if not log.exists():
         return ()
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{log} cannot be read: {error}") from error
+    with errors_in(log, OSError, ValueError):
+        return [json.loads(line) for line in read_file(log, MOST_BYTES).decode(errors="replace").splitlines()]
 
 
 def privacy(owner: OwnerConfig) -> PrivacyStatement | None:
@@ -122,11 +125,9 @@ def privacy(owner: OwnerConfig) -> PrivacyStatement | None:
     made = [event for event in _events(owner) if event["event"] in ("sent", "withheld")]
     if protocol is None:
         return None
-    try:
+    with errors_in(f"{owner.state}: the last protocol cannot be used", RequestRefused, ValueError):
         # the loss does not depend on canaries
         own = DeployedClient.of(replace(owner, canary=False), replace(ServerTerms.parse(protocol), canaries=0))
-    except (RequestRefused, ValueError) as error:
-        raise SpecError(f"{owner.state}: the last protocol cannot be used: {error}") from error
     today = json.loads(json.dumps(own.terms))
     if any(event.get("terms", today) != today for event in made):
         words = "no epsilon is known, as some updates were made under another chain, batch size, sampling or share of the data"

@@ -16,7 +16,7 @@ from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.source import FederationSource
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, errors_in
 from fedgauge.client.data.dataset import Dataset, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
@@ -48,7 +48,12 @@ def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[
     Raises:
         SpecError: clients cannot train, no update can be recomputed, or no planned attack works.
     """
-    stages = (_check_strategy, _check_network, check_links, partial(check_attacks, patience=patience))
+    stages = (
+        _check_strategy,
+        lambda s: check_network(s.federation),
+        check_links,
+        partial(check_attacks, patience=patience),
+    )
     for result in _carry_out(scenario, stages):
         _refuse(result)
         if result.works is False and (result.code != NOT_APPLICABLE or result.name == PLAN):
@@ -61,11 +66,9 @@ def try_first(scenario: Scenario, console: Console, where: str, patience: float 
     Raises:
         SpecError: it cannot work. Each sentence begins with `where`.
     """
-    try:
+    with errors_in(where):
         for words in warnings_before(scenario, patience):
             console.print(f"warning: {where}: {words}", highlight=False, markup=False, soft_wrap=True)
-    except SpecError as error:
-        raise SpecError(f"{where}: {error}") from error
 
 
 def refuse_misfit(fed: Federation, where: str) -> None:
@@ -91,10 +94,6 @@ def _refuse(result: CheckResult, where: str = "") -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- the stages
-
-
-def _check_network(scenario: Scenario) -> Iterator[CheckResult]:
-    return check_network(scenario.federation)
 
 
 def _check_strategy(scenario: Scenario) -> Iterator[CheckResult]:

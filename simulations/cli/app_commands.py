@@ -62,7 +62,9 @@ def app(options: argparse.Namespace) -> int:
         with components.allowing(found.packages, importing(copy)):
             status = main(["audit", *given])
             write_report(run)
-    console.print("in a deployment, the server sees such an update of every client in every round")
+    console.print(
+        "a server that deploys this app receives such updates too, and can attack them; only the grades need the examples"
+    )
     allow = " ".join(f"--allow {package}" for package in found.packages)
     console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {folder}: ", end="")
     console.print(f"fedgauge audit {shlex.quote(str(run.folder))} --retry all {allow}")

@@ -1,4 +1,4 @@
-"""The end of `fedgauge run` and `fedgauge audit`: print scores, notices and the report."""
+"""The end of `fedgauge run` and `fedgauge audit`: print scores, the verdict, notices and the report."""
 
 import sys
 from itertools import islice
@@ -51,17 +51,16 @@ def wide_console() -> Console:
 
 def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
     console = wide_console()
-    ledger, meta, said = reading.ledger, reading.meta, verdict_of(reading).sentence
+    ledger, meta = reading.ledger, reading.meta
     table = rounds_table(reading).only(*SHOWN)
     if table.rows:
         console.print(rich_table(table))
-    else:
-        _print_line(console, f"no table: {said}")
+    verdict = verdict_of(reading).sentences if ledger.attacks() or not table.rows else ()
+    said = "\n".join(verdict)
+    if said:
+        _print_line(console, said, "bold")
     if reading.scores.left_ungraded and (reason := ungraded_reason(reading)):
         _print_line(console, f"reconstructions without a grade, which the report shows: {reason}")
-    if ledger.attacks() and table.rows:
-        for text in verdict_of(reading).sentences:
-            _print_line(console, text)
     if meta.get("replay") == "ok":
         _print_line(console, f"replay check: {meta['replay_detail']}")
     effects = server_attack_effects(reading)

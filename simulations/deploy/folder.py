@@ -67,10 +67,7 @@ class Deployment:
             attack_devices(checked.audit, in_cluster=True)
         except SpecError:  # a single GPU: a local start can have it, where it exists
             checked.audit.devices_here()
-        try:
-            alternative_names(hosts)
-        except ValueError as error:
-            raise SpecError(f"--host: {error}") from error
+        alternative_names(hosts)
         deployment = cls(folder)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)

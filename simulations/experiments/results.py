@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from rich.console import Console
 from rich.text import Text
 
-from fedgauge.client.components import SpecError, coerce
+from fedgauge.client.components import SpecError, coerce, errors_in
 from fedgauge.client.files import read_file, replacing
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import finite
@@ -70,7 +70,7 @@ class ResultsFile(Generic[Row]):
                 raise SpecError(f"{self.path} is of {words}; name another file, or remove this one")
 
 
-def read_results(path: Path) -> dict[str, Any]:
+def read_results(path: Path) -> Mapping[str, Any]:
     """Read a file of results, or a kept one by the name of its table.
 
     Raises:
@@ -97,15 +97,13 @@ def rows_of(kept: Mapping[str, Any], kind: type[Row], name: str) -> list[Row]:
         SpecError: one is of another kind.
     """
     kinds = get_type_hints(kind)
-    try:
+    with errors_in(f"{name} holds a row of another kind", *UNREADABLE):
         return [
             kind(**{key: coerce(value, kinds.get(key, Any), key) for key, value in r.items()}) for r in kept["rows"]
         ]
-    except UNREADABLE as error:
-        raise SpecError(f"{name} holds a row of another kind: {str(error):.200}") from error
 
 
-def head_of(paper_table: PaperTable) -> dict[str, Any]:
+def head_of(paper_table: PaperTable) -> Mapping[str, Any]:
     """Return the head of a table's file; `computed` has digests of all that decides an attack's figures except the code."""
     computed = {}
     for cell in paper_table.cells:

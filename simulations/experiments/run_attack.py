@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedgauge.attacks.base import Budget, ClientState, Wave
+from fedgauge.attacks.base import LIMITS, Budget, ClientState, Wave
 from fedgauge.attacks.grading.audit import AuditResult
 from fedgauge.attacks.modality.image_metrics import AUGMENTED, mse
 from fedgauge.attacks.modality.membership import LABELS_ALONE
@@ -114,7 +114,7 @@ def _scores(draws: Iterable[Iterable[AuditResult]]) -> Scores:
 
 def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
     """Mean scores of the first baseline, which reads no update and is given as much of the truth as the attack is."""
-    if spec.is_limit:
+    if spec.role in LIMITS:
         return {}
     if spec.tests_membership:
         baseline = AttackSpec(LABELS_ALONE, {"use": "membership", "score": LABELS_ALONE}, Budget(1))
@@ -164,7 +164,7 @@ def compared_figures(
 
 def _budget(spec: AttackSpec, cell: Setting) -> str:
     """Our budget as text, with the paper's where it differs."""
-    if spec.is_limit:
+    if spec.role in LIMITS:
         return "public examples" if spec.metric == mse.name else ""
     n = cell.n * (1 if cell.alone else cell.members * cell.images.batch_size)
     parts = []

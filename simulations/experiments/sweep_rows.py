@@ -19,7 +19,6 @@ from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.formatting import is_exact, number, percent, rounded
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import spent_in
-from fedgauge.server.views.roles import is_attack
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
 from fedgauge.server.views.tables import Table
@@ -83,7 +82,7 @@ def is_done(path: Path) -> bool:
 def rows_of(cell: SweepCell, folder: Path) -> list[SweepRow]:
     """The rows of a finished cell: each has a number, or the reason why there is none."""
     with read_once(Run(folder / cell.folder)) as reading:
-        return [_row(cell, p, reading) for p in reading.ledger.planned().values() if is_attack(p.name)]
+        return [_row(cell, p, reading) for p in reading.ledger.planned().values() if p.role == "attack"]
 
 
 def failed_rows(cell: SweepCell, error: Exception) -> list[SweepRow]:
@@ -186,7 +185,8 @@ def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
                 ),
                 *(_detected([row for row in every if row.metric == question]) for question in asked),
                 *(_leaked([row for row in every if row.metric == leak], leak) for leak in leaks),
-                _epsilon([r.epsilon for r in every]),
+                # the largest: of several seeds' guarantees, only it holds for all
+                number(max((r.epsilon for r in every if r.epsilon is not None), default=None), None),
                 percent(accuracy, space=" "),
                 number(cost, 0),
             ]
@@ -251,8 +251,3 @@ def _over_seeds(own: Sequence[SweepRow], column: str) -> float | None:
 def _mean(values: Sequence[float | None]) -> float | None:
     present = [v for v in values if v is not None]
     return sum(present) / len(present) if present else None
-
-
-def _epsilon(values: Sequence[float | None]) -> str:
-    """The largest: of several seeds' guarantees, only it holds for all."""
-    return number(max((v for v in values if v is not None), default=None), None)

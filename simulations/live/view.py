@@ -21,7 +21,6 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import finite, in_unit, is_exact
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.outcomes import work_words
-from fedgauge.server.views.roles import attack_order, is_attack, role_of
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import best_of, final_accuracy
 from fedgauge.server.views.verdict import verdict_of
@@ -171,7 +170,7 @@ def view_of(run: Run, console: Console, log: Log = "auto", scenario: Scenario | 
 def leaks_by_round(reading: RunSnapshot) -> list[Leak]:
     """Return the results of each name in each round; the attacks of a round come first."""
     found = [leak for leak in reading.leakage(reading.scores.measure.metric) if leak.round is not None]
-    return sorted(found, key=lambda leak: (leak.round or 0, not is_attack(leak.attack), leak.attack))
+    return sorted(found, key=lambda leak: (leak.round or 0, leak.role != "attack", leak.attack))
 
 
 def progress_line(reading: RunSnapshot) -> str:
@@ -182,7 +181,7 @@ def progress_line(reading: RunSnapshot) -> str:
     parts += work_words(jobs)
     if not jobs.left and reading.plan_coverage.words:
         parts.append(reading.plan_coverage.words)
-    leaks = [leak for name, leak in reading.pooled(by.metric).items() if is_attack(name)]
+    leaks = [leak for leak in reading.pooled(by.metric).values() if leak.role == "attack"]
     best = by.leakiest((k.best for k in leaks if k.best is not None), float)
     if best is not None and (strongest := best_of(leaks, "attack")):
         parts.append(f"{by.name} best {in_unit(best, by)}, mean {in_unit(strongest.mean, by)} by {strongest.attack}")
@@ -205,7 +204,8 @@ def finish(run: Run, report: Path) -> None:
             plan=reading.plan_coverage.to_json(),
             attacks=[
                 {**_in_numbers(pooled[a]), "low": pooled[a].low, "high": pooled[a].high}
-                for a in attack_order(ledger, pooled)
+                for a in reading.order
+                if a in pooled
             ],
             errors=sorted({row["reason"] for row in ledger.reasons("failed")}),
         )
@@ -214,7 +214,7 @@ def finish(run: Run, report: Path) -> None:
 def _in_numbers(leak: Leak) -> dict[str, object]:
     return {
         "attack": leak.attack,
-        "kind": role_of(leak.attack),
+        "kind": leak.role,
         "metric": leak.metric,
         "mean": leak.mean,
         "best": finite(leak.best),

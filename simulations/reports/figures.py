@@ -22,7 +22,6 @@ from fedgauge.server.dashboard import STATIC
 from fedgauge.server.store.run import Run
 from fedgauge.server.views import figures as views
 from fedgauge.server.views.compare import named_readings, utility_figure
-from fedgauge.server.views.roles import is_baseline
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 
 WIDTH, HEIGHT = 3.3, 2.1  # inches: a column of most two-column papers; axes with their labels
@@ -99,7 +98,7 @@ def _save(figure: Figure, path: Path, about: str) -> Iterator[Path]:
 
 def _knowledge(reading: RunSnapshot) -> str:
     """Return the knowledge of each attacker for a figure's metadata."""
-    return ". ".join(f"{row['name']}: {row['knowledge']}" for row in reading.attacks if not is_baseline(row["name"]))
+    return ". ".join(f"{row['name']}: {row['knowledge']}" for row in reading.attacks if row["role"] != "baseline")
 
 
 def draw(spec: views.Figure) -> Figure:

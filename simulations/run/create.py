@@ -155,7 +155,7 @@ def check_deployable(scenario: Scenario) -> None:
         "[stragglers] are drawn only in a simulation: real clients come late by themselves": protocol.stragglers.probability,
     }
     for planned in scenario.plan.attacks:
-        refused[f"[[attack]] {planned.name}: {NO_TRUTH}"] = planned.labels == "given" and not planned.is_baseline
+        refused[f"[[attack]] {planned.name}: {NO_TRUTH}"] = planned.labels == "given" and planned.role != "baseline"
     if words := [words for words, holds in refused.items() if holds]:
         raise SpecError(f"{words[0]}; a deployment cannot have it")
 

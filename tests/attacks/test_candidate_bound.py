@@ -85,6 +85,7 @@ def posterior_means(known: Knowledge, wave: Wave, y: Tensor, of: Batch) -> Tenso
     return (fits.softmax(1) @ of.x.flatten(1).double()).view(len(y), *of.x.shape[1:])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("noise", ["normal", "laplace", "sign"])
 @pytest.mark.parametrize("world", [two_points, mixture, uniform, sparse])
 @pytest.mark.parametrize("width", [0.03, 0.2, 1.0])

@@ -99,7 +99,14 @@ def test_an_attack_finds_on_a_device_what_it_finds_on_the_cpu(name: str, make_fe
 ELSEWHERE = ("inverting_gradients", "bayes", "feedback_blending", "several_rounds", "surrogate", "ridge_inversion")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FEDERATIONS if kind != "fully connected"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.full] if kind == "soteria" else [])
+        for kind in FEDERATIONS
+        if kind != "fully connected"
+    ],
+)
 @pytest.mark.parametrize(
     "name", [*ELSEWHERE[:1], *(pytest.param(name, marks=pytest.mark.full) for name in ELSEWHERE[1:])]
 )

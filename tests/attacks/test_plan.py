@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.plan import ATTACK, ERROR_LIMITS, MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack, describe
+from fedgauge.attacks.plan import ATTACK, AttackPlan, PlannedAttack, describe
 from fedgauge.client.components import SpecError
 
 IG = {"use": "inverting_gradients"}
@@ -34,7 +34,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**IG, "defense": True}, "defense"),
     ({**IG, "tune": "truth"}, "tune"),
     ({"use": "analytic", "tune": "shadow"}, "tune"),
-    *(({**IG, "name": name}, "name") for name in ("", "a/../b", 3, "bayes_limit", "a" * 65)),
+    *(({**IG, "name": name}, "name") for name in ("", "a/../b", 3, "a" * 65)),
     *(({**FB, "attack": inner}, "(recipe|attack)") for inner in ("ig", "analytic", FB["use"], {"double": True}, 3)),
     *(
         ({**FB, "attack": {**IDLG, **inner}}, name)
@@ -79,22 +79,20 @@ def test_baselines_are_always_there_once() -> None:
         "random_image",
     ]
     assert [p.name for p in plan().attacks] == ["mean_image", "class_mean_image", "random_image"]
-    assert [p.is_baseline for p in plan(IG).attacks] == [False, True, True, True]
+    assert [p.role for p in plan(IG).attacks] == ["attack", "baseline", "baseline", "baseline"]
     assert plan(IG).attacks[1:] == plan().attacks, "the same ones in every plan: a later audit finds them done"
     assert plan(IG).attacks[1].budget == Budget(1)
     assert [p.labels for p in plan().attacks] == ["restored", "given", "restored"], "what the threat model gives each"
 
 
-@pytest.mark.parametrize(
-    "table", [{"use": "random_image", "name": "luck"}, {"use": "random_image"}, {**IG, "name": "mean_image"}]
-)
+@pytest.mark.parametrize("table", [{"use": "random_image", "name": "luck"}, {"use": "random_image"}])
 def test_baselines_are_no_attacks_of_a_plan(table: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="#2: '.*_image' is a baseline"):
         plan(IG, table)
 
 
 def test_limits_are_added_where_the_chain_has_them() -> None:
-    found = AttackPlan.from_tables([IG], {}, 10, 4, limits=[*ERROR_LIMITS, MEMBERSHIP_LIMIT])
+    found = AttackPlan.from_tables([IG], {}, 10, 4, noisy=True)
     assert [p.name for p in found.attacks] == [
         "inverting_gradients",
         "mean_image",
@@ -103,10 +101,19 @@ def test_limits_are_added_where_the_chain_has_them() -> None:
         "bayes_limit",
         "candidate_bound",
     ]
-    assert [p.is_limit for p in found.attacks] == [False] * 4 + [True] * 2
+    assert [p.role for p in found.attacks[4:]] == ["estimate", "limit"]
     assert PlannedAttack.from_json(found.attacks[4].to_json()) == found.attacks[4]
     with pytest.raises(SpecError, match="bayes_limit"):
         plan({"use": "bayes_limit"})
+
+
+def test_a_name_is_only_a_name() -> None:
+    """It says nothing of the role, and is refused only where another attack of the plan has it."""
+    assert plan({**IG, "name": "bayes_limit"}, {**IG, "name": "loss"}).attacks[0].role == "attack"
+    with pytest.raises(SpecError, match="two attacks are called 'mean_image'"):
+        plan({**IG, "name": "mean_image"})
+    with pytest.raises(SpecError, match="two attacks are called 'bayes_limit'"):
+        AttackPlan.from_tables([{**IG, "name": "bayes_limit"}], {}, 10, 4, noisy=True)
 
 
 def test_two_attacks_of_one_name_are_refused() -> None:
@@ -141,9 +148,7 @@ def test_every_attack_can_be_planned_by_its_name_alone() -> None:
 
 
 def test_stateful_attacks_are_marked() -> None:
-    found = AttackPlan.from_tables(
-        [IG, FB, {**FB, "attack": IDLG, "name": "b"}], {}, 10, 4, limits=[*ERROR_LIMITS, MEMBERSHIP_LIMIT]
-    )
+    found = AttackPlan.from_tables([IG, FB, {**FB, "attack": IDLG, "name": "b"}], {}, 10, 4, noisy=True)
     assert [p.name for p in found.attacks if p.is_stateful] == ["feedback_blending", "b"]
     assert PlannedAttack.from_json(found.attacks[2].to_json()) == found.attacks[2]
 

@@ -153,6 +153,8 @@ def test_values_that_fit(value: Any, hint: Any, result: Any) -> None:
         (-0.1, NotNegative | None, "at least 0"),
         ([2, 0], Sequence[Count], "at least 1"),
         ((0.9, 1.0), tuple[Fraction, Fraction], "at least 0 and below 1"),
+        ([0.9], tuple[Fraction, Fraction], "a list of 2, each a number"),
+        ([1, 2, 3], tuple[int, int] | None, "a list of 2, each an integer"),
     ],
 )
 def test_values_that_do_not_fit(value: Any, hint: Any, wanted: str) -> None:

@@ -52,7 +52,7 @@ def large_run(folder: Path) -> Run:
             ledger.record_round(r, 0.1 + 0.8 * r / ROUNDS, 1.0, 1.0, 0.0)
             while (lease := ledger.lease()) is not None:
                 ledger.finish(lease, {c: rows(r, c, lease.attack.name, rng) for c in lease.clients})
-                if not lease.attack.is_baseline:
+                if lease.attack.role == "attack":
                     for c in lease.clients:
                         kept = {"x": images[rng.integers(64)], "y": torch.tensor([int(rng.integers(10))])}
                         run.write_reconstruction(r, c, lease.attack.name, kept)

@@ -52,7 +52,7 @@ TABLES: dict[str, Any] = {
 def attacked(folder: Path, tables: dict[str, Any], *modules: str) -> Iterator[Run]:
     """A run with the guide's files, which this process has met only in here."""
     write("adding-components.md", folder)
-    kept = [(table, dict(table)) for table in (registry.MODALITIES, registry.MEASURED, registry.BASELINES)]
+    kept = [(table, dict(table)) for table in (registry.MODALITIES, registry.MEASURED)]
     with allowing(modules, [folder]):
         made = small_runs.taped(folder / "run", Scenario.from_tables(tables))
         with made.ledger() as ledger:  # as `fedgauge run` writes it
@@ -142,7 +142,6 @@ def forget_numbers() -> None:
     for table, named in (
         (registry.MODALITIES, "Numbers"),
         (registry.MEASURED, "close"),
-        (registry.BASELINES, "mean_number"),
     ):
         for key in [k for k in table if getattr(k, "__name__", k) == named]:
             del table[key]  # type: ignore[attr-defined]

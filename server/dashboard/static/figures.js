@@ -2,7 +2,7 @@
 // The figures of one run that are more than a specification: switches.
 
 // the switches' names for series that are not attacks
-const GROUPS = { baseline: "baselines", limit: "limits", worst: "worst cases" };
+const GROUPS = { baseline: "baselines", limit: "limits", estimate: "estimates", worst: "worst cases" };
 
 /** Leakage over rounds with its controls; state holds the metric and what is hidden. */
 function overRounds(overview, state, change) {

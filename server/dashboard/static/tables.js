@@ -36,7 +36,7 @@ function table(spec, { sorts, state, change, cells = {} } = {}) {
   };
   const line = row => {
     const record = Object.fromEntries(columns.map((column, i) => [column.key, row[i]]));
-    const kind = ["baseline", "limit"].includes(record.kind) && "baseline";
+    const kind = record.kind && record.kind !== "attack" && "baseline";
     const cell = (column, i) => el("td", { class: column.form === "text" && (i === row.length - 1 ? "text reason" : "text") },
       cells[column.key] ? cells[column.key](record) : written(column, row[i]));
     return el("tr", { "data-key": JSON.stringify(row.slice(0, 2)), class: kind }, columns.map(cell));

@@ -140,7 +140,7 @@ def test_every_decoder_is_held_to_the_truths_order_of_events() -> None:
 def test_no_attack_touches_private_data(
     use: str, make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others: dict[int, int] = {} if use in DECODED else {0: 1, 1: 0}
+    others: dict[int, int] = {} if use in DECODED or use in ImageModality.baselines else {0: 1, 1: 0}
     if use in DECODED:
         fed, wave = malicious_setup(use, make_federation)
     else:
@@ -153,10 +153,7 @@ def test_no_attack_touches_private_data(
     assert "asked" not in events[:begin], "the truth was fetched before the attack"
     assert events[begin + 1] == "attack ends"
     # each client graded as itself and, baselines apart, as the other's wrong client
-    graded, members = (
-        len(wave) + (0 if use in ImageModality.baselines else len(others)),
-        len(fed.protocol.members(0, 1)),
-    )
+    graded, members = len(wave) + len(others), len(fed.protocol.members(0, 1))
     assert events[end:].count("truth") == graded * members
 
     def invented(client: int, round: int) -> Batch:

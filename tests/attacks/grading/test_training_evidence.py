@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.grading.training_evidence import (
-    TrainingEvidence,
-    from_json,
-    over_rounds,
-    to_json,
-    training_evidence,
-)
+from fedgauge.attacks.grading.training_evidence import TrainingEvidence, training_evidence
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import local_training
 from fedgauge.client.protocol import Protocol
@@ -198,24 +192,3 @@ def test_training_of_apps_is_explained_correctly(
 ) -> None:
     found = brought(train, chain)
     assert found.fits is fits and named in found.words, found.words
-
-
-# ------------------------------------------------------------------------------------------------------- all rounds
-
-FITS = TrainingEvidence("sum of gradients", True, "fits")
-WRONG = TrainingEvidence("unexplained", False, "WARNING: noise")
-OPEN = TrainingEvidence("undecided", None, "not told")
-
-
-def test_the_worst_of_the_rounds_is_the_result() -> None:
-    assert over_rounds({(1, 0): FITS}) == FITS
-    assert over_rounds({(1, 0): FITS, (2, 0): FITS}).fits is True
-    assert over_rounds({(1, 0): FITS, (2, 0): OPEN}).fits is None
-    found = over_rounds({(1, 0): FITS, (2, 0): OPEN, (3, 1): WRONG})
-    assert (found.kind, found.fits) == ("unexplained", False)
-    assert "client 1, round 3" in found.words and "1 updates of 3" in found.words
-
-
-def test_results_are_kept_as_json() -> None:
-    found = {(1, 0): TrainingEvidence("Adam", True, "a"), (2, 3): OPEN}
-    assert from_json(to_json(found)) == found

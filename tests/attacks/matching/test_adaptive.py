@@ -294,6 +294,7 @@ def test_leaving_the_layer_out_breaks_soteria(local_file: Callable[[str], Path])
     assert aware >= plain - 1, (ignoring, aware, plain)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_optimised_noise_breaks_precode() -> None:
     def guarded(shape: tuple[int, int, int], classes: int) -> nn.Module:

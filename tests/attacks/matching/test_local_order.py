@@ -187,6 +187,7 @@ def test_copies_of_a_shuffled_training_with_a_ragged_last_batch(beside: dict[str
 # ---------------------------------------------------------------------------------------------------------- what it gains
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_tied_copies_are_nearer_than_an_assumed_order() -> None:
     links = chain(local_sgd(0.1, 4, batch_size=1))  # two epochs of two slices

@@ -20,6 +20,8 @@ from fedgauge.attacks.membership.one_run import (
 )
 from fedgauge.client.rng import generator
 
+FULL = pytest.mark.full
+
 
 @pytest.mark.parametrize("guesses", [5, 32, 1000])
 def test_all_right_on_paper(guesses: int) -> None:
@@ -63,7 +65,7 @@ def responses(epsilon: float, count: int, rng: Generator) -> tuple[torch.Tensor,
     return (coins == honest).double().mul(2).sub(1) * (0.1 + torch.rand(count, generator=rng).double()), coins
 
 
-@pytest.mark.parametrize("epsilon", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("epsilon", [pytest.param(0.5, marks=FULL), 1.0, pytest.param(3.0, marks=FULL)])
 def test_randomized_response_is_exceeded_in_one_of_twenty_runs_at_most(epsilon: float) -> None:
     """Randomized response is the mechanism for which the bound is tight."""
     rng = generator("randomized response", epsilon)
@@ -91,7 +93,10 @@ def quantiles(mu: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return mu * torch.cat([outside + mu, outside]) - mu**2 / 2, torch.arange(2 * count) < count
 
 
-@pytest.mark.parametrize(("mu", "published"), [(1.0, 2.164749), (2.0, 4.7218075), (4.0, 9.133752)])
+@pytest.mark.parametrize(
+    ("mu", "published"),
+    [(1.0, 2.164749), pytest.param(2.0, 4.7218075, marks=FULL), pytest.param(4.0, 9.133752, marks=FULL)],
+)
 def test_a_gaussian_curve_gives_at_least_the_published_bound_and_less_than_the_truth(
     mu: float, published: float
 ) -> None:
@@ -109,7 +114,7 @@ def test_without_evidence_every_bound_is_zero() -> None:
     assert bound.epsilon == bound.gaussian == bound.normal == 0
 
 
-@pytest.mark.parametrize("mu", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("mu", [pytest.param(0.5, marks=FULL), 1.0, pytest.param(3.0, marks=FULL)])
 def test_a_gaussian_mechanism_is_exceeded_in_one_of_twenty_runs_at_most(mu: float) -> None:
     """The likelihood ratio of N(mu, 1) and N(0, 1), for 300 coins in each of 400 runs."""
     rng, above, sums = generator("gaussian mechanism", mu), [0, 0], [0.0, 0.0]

@@ -25,6 +25,13 @@ def test_rows_stay_as_they_are_and_one_hot_entries_are_one_column(tmp_path: Path
     assert float(found.columns.tolerance[0]) == pytest.approx(0.319 * numbers[:, 0].std())
 
 
+def test_numbers_of_more_than_64_bits_are_refused_by_name(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", x=np.zeros((4, 2), np.longdouble), y=np.arange(4) % 2)
+    for use in ("arrays", "rows"):
+        with pytest.raises(SpecError, match="x of float128"):
+            build({"use": use, "path": str(tmp_path / "mine.npz")}, "[data]", DATASET)
+
+
 def test_token_ids_are_sentences_of_their_tokenizer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra [text] is not installed")
     from tokenizers import Tokenizer, models

@@ -22,6 +22,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 
+from fedgauge.attacks.base import LIMITS
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD, read, secure_sum, to_config_record
 from fedgauge.client.federation import Federation
@@ -364,7 +365,7 @@ def test_sums_of_signs_and_of_masked_entries_have_no_closed_form(make_federation
     noise = {"use": "gaussian", "sigma": 0.3}
     noisy = make_federation(**EIGHT, chain=[SGD, noise, {"use": last, **keep}], secure_sum={"group": 4})
     plan = plan_of([{"use": "inverting_gradients"}], {}, noisy)
-    assert not [p for p in plan.attacks if p.is_limit or p.tune != "off"], "no limit, and nothing to tune to"
+    assert not [p for p in plan.attacks if p.role in LIMITS or p.tune != "off"], "no limit, and nothing to tune to"
 
 
 def test_groups_are_of_consecutive_clients_or_drawn_anew_in_each_round(make_federation: MakeFederation) -> None:

@@ -1,6 +1,8 @@
 """[loss]: what clients minimise is used everywhere, and refused where only the cross-entropy would do."""
 
 import math
+import re
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -384,7 +386,9 @@ def test_a_step_of_the_trainer_of_transformers_is_replayed_by_the_mean_over_word
     """The Trainer's loss is a mean over all words of a batch, also over sentences of different lengths."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    loss = {"use": "next_token", "mean": "words"}
+    guide = (Path(__file__).parents[3] / "docs" / "bring-your-own.md").read_text()
+    (shown,) = re.findall(r'^\[loss\]\nuse = "next_token"\n.*?(?=^```)', guide, re.DOTALL | re.MULTILINE)
+    loss = tomllib.loads(shown)["loss"]
     data = {"use": "phrases", "task": "next_token", "batch_size": 4, "auxiliary": 50}
     tables = {"rounds": 1, "clients": 2, "data": data, "model": {"use": "tiny_gpt2"}, "loss": loss, "chain": [SGD]}
     fed = Federation(Protocol.from_tables(tables))

@@ -35,7 +35,7 @@ assert model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape == (1, 3, 8)
 @pytest.mark.slow  # each starts a fresh Python, for what is imported first decides
 @pytest.mark.parametrize(
     "program",
-    [TORCHVISION, pytest.param(LPIPS, marks=pytest.mark.full), TRANSFORMERS],
+    [TORCHVISION, pytest.param(LPIPS, marks=pytest.mark.full), pytest.param(TRANSFORMERS, marks=pytest.mark.full)],
     ids=["torchvision", "lpips", "transformers"],
 )
 def test_a_fresh_process_can_use(program: str) -> None:

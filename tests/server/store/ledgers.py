@@ -14,9 +14,10 @@ FEEDBACK = {"use": "feedback_blending"}  # an attack with memory
 
 
 def plan_of(*names: str, wave: int = 2, **options: Any) -> AttackPlan:
-    """Attacks of these names; one whose name begins with m has memory."""
-    attacks = tuple(PlannedAttack(name, FEEDBACK if name[0] == "m" else DLG, Budget(5)) for name in names)
-    return AttackPlan(attacks, wave=wave, **options)
+    """Attacks of these names; one whose name begins with m has memory, and a limit is itself."""
+    limits = {name: {"use": name} for name in names if name.endswith(("_limit", "_bound"))}
+    tables = limits | {name: FEEDBACK if name.startswith("m") else DLG for name in names if name not in limits}
+    return AttackPlan(tuple(PlannedAttack(n, tables[n], Budget(5)) for n in names), wave=wave, **options)
 
 
 def accepted(*clients: int, round: int = 1) -> list[Participation]:

@@ -49,13 +49,13 @@ def train(kit: Any, run: Run, draw: int = 0, **grid: Any) -> None:
 def stop_after(monkeypatch: pytest.MonkeyPatch, round: int) -> None:
     """Let the server die as it enters a round in the ledger: its checkpoint is the last that was written."""
 
-    def enter(self: Any, at: int, seen: Any) -> None:
+    def enter(self: Any, at: int, *seen: Any) -> None:
         if at == round:
             raise Killed
-        entered(self, at, seen)
+        entered(self, at, *seen)
 
-    entered = server_app.UpdateRecorder.enter
-    monkeypatch.setattr(server_app.UpdateRecorder, "enter", enter)
+    entered = Ledger.record_intake
+    monkeypatch.setattr(Ledger, "record_intake", enter)
 
 
 def told(run: Run) -> dict[str, Any]:

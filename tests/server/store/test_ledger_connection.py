@@ -37,7 +37,7 @@ def test_a_file_that_is_no_ledger_is_named_and_unchanged(path: Path, data: bytes
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-@pytest.mark.parametrize("version", [0, 99])
+@pytest.mark.parametrize("version", [0, 1, 99])
 def test_a_ledger_of_another_version_is_refused_and_unchanged(path: Path, version: int, readonly: bool) -> None:
     Ledger(path, create=True).close()
     db = sqlite3.connect(path)

@@ -237,6 +237,12 @@ def test_a_failed_attack_leaves_a_row_of_its_main_metric(path: Path, attack: str
         assert {row["metric"] for row in ledger.scores()} == {metric}
 
 
+def test_a_baseline_has_no_baseline(path: Path) -> None:
+    plan = AttackPlan((*plan_of("a").attacks, PlannedAttack("mine", {"use": "mean_image"})))
+    with filled(path, plan, clients=2) as ledger:
+        assert {(job["name"], job["other"]) for job in jobs(ledger)} == {("a", 0), ("a", 1), ("mine", None)}
+
+
 def test_an_unknown_main_metric_is_named(path: Path) -> None:
     with filled(path, plan_of("a")) as ledger:
         ledger.set_meta(main_metric="taste")
@@ -256,4 +262,3 @@ def test_a_truth_measures_only_guesses_at_sums_of_as_many_clients(make_federatio
     assert {len(of) for of in sizes.values()} == {1, 2}, "rounds of both kinds"
     assert all(against("dlg", r, 2) == (2 if len(of) == 1 else None) for r, of in sizes.items())
     assert against("dlg", 1, None) is None
-    assert {against("mean_image", r, 2) for r in sizes} == {None}, "a baseline has no baseline"

@@ -135,7 +135,7 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
         ),
         (
             {"attack": [{"use": "dlg", "name": "mean_image"}]},
-            "[[attack]] #1: 'mean_image' is a baseline",
+            "[[attack]]: two attacks are called 'mean_image'",
         ),
         ({"audit": {"rounds": [0]}}, "[audit]: rounds must lie in 1..3, got 0"),
         ({"audit": {"rounds": 2}}, "[audit]: rounds must be a list, each an integer, got 2"),

@@ -320,12 +320,12 @@ def test_sampling_a_round_does_not_depend_on_the_rounds_before(kit: Any) -> None
     assert [grid.nodes[m.metadata.dst_node_id] for m in sent] == sampled(kit, seed=5, draw=0)[5]
 
 
-def test_an_unknown_node_gets_the_next_free_number(kit: Any) -> None:
+def test_an_unknown_node_takes_no_part(kit: Any) -> None:
     grid = kit.MemoryGrid("", CLIENTS)
     known = dict(list(grid.nodes.items())[:3])
-    checked = CheckedStrategy(FedAvg(1.0, 0.0, 1, 0, CLIENTS), clients=known)
-    list(checked.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid))
-    assert checked.clients == grid.nodes
+    checked = CheckedStrategy(FedAvg(1.0, 0.0, 1, 0, 3), clients=known)
+    sent = checked.configure_train(1, ArrayRecord(PARAMS), ConfigRecord(), grid)
+    assert {m.metadata.dst_node_id for m in sent} == known.keys()
 
 
 def with_buffers(kit: Any, message: Message, update: dict[str, Tensor], examples: int, mean: list[float]) -> Message:

@@ -195,7 +195,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
     assert "graded 24 of 24" in told and "baseline PSNR" in told
     with run.ledger() as ledger:
         before, cards = cards, {row["name"]: row["knowledge"] for row in ledger.attacks()}
-    told_of_grading = "; graded against the examples handed in with --truth"
+    told_of_grading = "; graded against the given examples"
     assert {name: card.replace(told_of_grading, "") for name, card in cards.items()} == {
         name: card.replace("; not graded", "") for name, card in before.items()
     }, "the rest of a card stays"

@@ -49,7 +49,7 @@ def test_lines_and_bands_are_the_analysis(run: Run, metric: str) -> None:
         assert [*line.worst] == ([] if metric == "identified" else of(attack, lambda k: k.best))
     for baseline in ("mean_image", "random_image"):
         assert lines[baseline].mean == of(baseline, lambda k: k.mean) and not lines[baseline].low
-    assert any(s.role == "limit" for s in figure.series) == (metric == "mse"), "a mean of PSNRs is of another kind"
+    assert any(s.role == "estimate" for s in figure.series) == (metric == "mse"), "a mean of PSNRs is of another kind"
     assert lines["test accuracy (right)"].mean == [pytest.approx(0.1 if r == 0 else 0.1 * r) for r in range(4)]
     assert figure.y.label == MEASURED[metric].label
     assert figure.interval == ("95 % interval (Wilson)" if MEASURED[metric].rate else "95 % interval (3 clients)")

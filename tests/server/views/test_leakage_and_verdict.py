@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.attacks.plan import BAYES_LIMIT, AttackPlan, PlannedAttack
+from fedgauge.attacks.base import Role
+from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
 from fedgauge.client.label_kinds import SCORED
 from fedgauge.server.store.ledger import Ledger
@@ -20,7 +21,6 @@ from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.leak_tables import rounds_table, summary_table
 from fedgauge.server.views.leakage import Leak, leakage
-from fedgauge.server.views.roles import attack_order
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.strength import paired
 from fedgauge.server.views.success import THRESHOLDS, success_curve
@@ -34,6 +34,7 @@ PLAN = AttackPlan(
         PlannedAttack("random_image", {"use": "random_image"}),
     )
 )
+ROLES: dict[str, Role] = {planned.name: planned.role for planned in PLAN.attacks}
 Cell = tuple[int, int, str]  # (round, client, attack)
 Values = Mapping[str, Sequence[float | None]]  # by metric, one value an example; label_accuracy: one for the batch
 
@@ -145,7 +146,7 @@ def test_the_order_in_which_a_reconstruction_lists_its_images_changes_no_verdict
     one: Sequence[int], other: Sequence[int]
 ) -> None:
     """Clients grade in that order. An attack as good as its baseline once exposed half of the examples by it."""
-    none = replace(Scores.empty(), unordered=True)
+    none = replace(Scores.empty(), unordered=True, roles=ROLES)
     values = [30.0, 10.0, 20.0]
 
     def found(*orders: Sequence[int]) -> Scores:
@@ -166,9 +167,9 @@ def test_the_order_in_which_a_reconstruction_lists_its_images_changes_no_verdict
     assert excesses(ordered)[0].exposed == 4, "where the order is known, an example that no guess reaches counts"
 
 
-@pytest.mark.parametrize(("attack", "lost"), [("matching", 8), (BAYES_LIMIT, 1)])
+@pytest.mark.parametrize(("attack", "lost"), [("matching", 8), ("bayes_limit", 1)])
 def test_a_lost_batch_is_all_of_its_examples_and_a_lost_limit_the_one_number_that_it_is(attack: str, lost: int) -> None:
-    none = replace(Scores.empty(), size_of=lambda round, client: 8)
+    none = replace(Scores.empty(), size_of=lambda round, client: 8, roles={**ROLES, "bayes_limit": "estimate"})
     assert none.extended([(1, 0, attack, -1, "mse", "not_applicable", None)]).counts("mse").tolist() == [lost]
 
 
@@ -579,16 +580,12 @@ def test_a_limit_above_every_attack_changes_no_verdict(tmp_path: Path) -> None:
         assert [line["attack"] for line in table_of(ledger)] == ["matching"]
         assert "bayes_limit" not in curve_of(ledger)
         assert one(leaks(ledger, "mse"), "bayes_limit", 1).mean == 1e-4
-        assert attack_order(ledger, ["mean_image", "bayes_limit", "matching"]) == [
-            "matching",
-            "bayes_limit",
-            "mean_image",
-        ]
+        assert LedgerAlone(ledger).order == ["matching", "bayes_limit", "mean_image"]
 
 
 def test_where_a_lower_value_leaks_more_a_smaller_error_is_the_gain() -> None:
-    rows = [(1, 0, name, 0, "mse", "converged", error) for name, error in (("a", 0.1), ("mean_image", 0.3))]
-    gain = paired(Scores.empty().extended(rows), "a")
+    rows = [(1, 0, name, 0, "mse", "converged", error) for name, error in (("matching", 0.1), ("mean_image", 0.3))]
+    gain = paired(replace(Scores.empty(), roles=ROLES).extended(rows), "matching")
     assert gain is not None and gain.differences == pytest.approx([0.2]) and gain.floor == pytest.approx([0.3])
 
 
@@ -597,9 +594,12 @@ def test_only_an_attack_has_a_worst_case_and_no_rate_has_one() -> None:
     leaks = [
         leak
         for metric in ("psnr", "identified")
-        for name in ("a", "mean_image")
-        for leak in leakage(Scores.empty().extended([(1, 0, name, 0, metric, "converged", 1.0)]), metric)
+        for name in ("matching", "mean_image")
+        for leak in leakage(
+            replace(Scores.empty(), roles=ROLES).extended([(1, 0, name, 0, metric, "converged", 1.0)]), metric
+        )
     ]
     assert {(k.metric, k.attack): k.worst for k in leaks} == {
-        ("psnr", "a"): 1.0, ("psnr", "mean_image"): None, ("identified", "a"): None, ("identified", "mean_image"): None
+        ("psnr", "matching"): 1.0, ("psnr", "mean_image"): None,
+        ("identified", "matching"): None, ("identified", "mean_image"): None,
     }  # fmt: skip

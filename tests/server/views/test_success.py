@@ -84,15 +84,11 @@ def test_no_client_moves_its_release_by_more_than_the_certificate_says() -> None
 
 
 def test_certified_rates_start_from_the_best_baseline() -> None:
-    curve = {
-        "matching": [Rate(9, 10)] * 51,
-        "mean_image": [Rate(1, 10)] * 51,
-        "random_image": [Rate(0, 10)] * 51,
-    }
-    found = certified(curve, Mechanism("normal", 2.0, 2.0, 1, 1))
+    floors = [[Rate(1, 10)] * 51, [Rate(0, 10)] * 51]
+    found = certified(floors, Mechanism("normal", 2.0, 2.0, 1, 1))
     assert found is not None
     prior = Rate(1, 10).interval[1]
     assert found == pytest.approx([scipy.stats.norm.cdf(scipy.stats.norm.ppf(prior) + 0.5)] * 51)
-    four = certified(curve, Mechanism("normal", 2.0, 2.0, 4, 4))
+    four = certified(floors, Mechanism("normal", 2.0, 2.0, 4, 4))
     assert four == pytest.approx([scipy.stats.norm.cdf(scipy.stats.norm.ppf(prior) + 1.0)] * 51)
-    assert certified({"matching": [Rate(9, 10)] * 51}, Mechanism("normal", 2.0, 2.0, 1, 1)) is None
+    assert certified([], Mechanism("normal", 2.0, 2.0, 1, 1)) is None

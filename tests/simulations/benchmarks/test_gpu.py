@@ -49,6 +49,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder), "HOME": str(tmp_path), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_it_runs_where_there_is_torch_and_nothing_else(bare: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-m", gpu.__name__, *ON_CPU]

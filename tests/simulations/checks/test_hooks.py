@@ -84,7 +84,7 @@ def test_a_hook_that_raises_is_refused_in_a_sentence(
     [
         ("reconstruct", ["doctor", "audit"]),
         ("reconstruct of another type", ["doctor", "audit"]),
-        pytest.param("reconstruct", ["run"], marks=pytest.mark.slow),
+        pytest.param("reconstruct", ["run"], marks=[pytest.mark.full, pytest.mark.slow]),
     ],
 )
 def test_an_attack_that_raises_fails_and_the_others_go_on(

@@ -87,6 +87,7 @@ def changed(command: tuple[str, ...], option: str, value: str) -> tuple[str, ...
     return (*command[:place], value, *command[place + 1 :])
 
 
+@pytest.mark.full
 def test_strangers_are_refused_and_who_is_known_is_not(linked: LocalDeployment, tmp_path: Path) -> None:
     folder, port = linked.deployment.folder, linked.addresses.superlink[1]
     mine = supernode(linked.addresses, 0)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -16,7 +17,7 @@ from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.server.app import federate
 from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.service import serve
-from fedgauge.server.recorder import UpdateRecorder
+from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.privacy import Spending, spent_in
 from fedgauge.server.views.snapshot import RunSnapshot
@@ -76,15 +77,15 @@ def test_a_run_through_many_faults_ends_complete(tmp_path: Path, monkeypatch: py
     deployment = Deployment.create(tmp_path / "federation", 3, scenario=tmp_path / "small.toml", sampling="agreed")
     owners = [deployment.folder / "clients" / str(k) / "client.toml" for k in range(3)]
     run, _ = deployment.begin("one")
-    enter = UpdateRecorder.enter
+    enter = Ledger.record_intake
 
-    def dies(self: UpdateRecorder, round: int, seen: object) -> None:
+    def dies(self: Ledger, round: int, *seen: Any) -> None:
         if round == 4:
             raise Died
-        enter(self, round, seen)  # type: ignore[arg-type]
+        enter(self, round, *seen)
 
     with monkeypatch.context() as patched, in_memory.flower():
-        patched.setattr(UpdateRecorder, "enter", dies)
+        patched.setattr(Ledger, "record_intake", dies)
         with pytest.raises(Died):
             federate(run, Troubled(run.scenario().protocol, owners))
     with run.ledger() as ledger:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fedgauge.attacks.base import LIMITS
 from fedgauge.attacks.modality.registry import MODALITIES
 from fedgauge.attacks.plan import modalities_of
 from fedgauge.client.components import SpecError
@@ -20,7 +21,7 @@ SUITES = ("suite_small", "suite_full")
 @pytest.mark.parametrize("name", SUITES)
 def test_every_attack_of_a_cell_spends_as_much_and_knows_as_much(name: str) -> None:
     for cell in load(name).cells:
-        terms = {(a.budget, a.labels, a.lengths, a.metrics) for a in cell.attacks if not a.is_limit}
+        terms = {(a.budget, a.labels, a.lengths, a.metrics) for a in cell.attacks if a.role not in LIMITS}
         assert len(terms) == 1, cell.name
     assert {cell.images.batch_size for cell in load(name).cells} >= {1, 2, 4}
 
@@ -40,7 +41,7 @@ def test_a_limit_is_next_to_the_attacks_where_it_is_known_of_a_cells_noise(name:
     for cell in load(name).cells:
         noisy = any(link["use"] == "gaussian" for link in cell.chain)
         of_members = cell.attacks[0].tests_membership
-        limited = {attack.name for attack in cell.attacks if attack.is_limit}
+        limited = {attack.name for attack in cell.attacks if attack.role in LIMITS}
         known = {"membership_limit"} if of_members else {"bayes_limit"} if cell.name.startswith("images") else set()
         assert limited == (known if noisy else set()), cell.name
 

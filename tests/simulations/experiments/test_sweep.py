@@ -93,7 +93,7 @@ def test_a_row_stands_for_each_attack_that_the_run_planned(tmp_path: Path) -> No
     attacked = [row.attack for row in swept(found, tmp_path / "out")]
     assert attacked[0] == "inverting_gradients" and "analytic" in attacked
     with Run(tmp_path / "out" / cell.folder).ledger() as ledger:
-        assert attacked == [p.name for p in ledger.planned().values() if not p.is_baseline and not p.is_limit]
+        assert attacked == [p.name for p in ledger.planned().values() if p.role == "attack"]
     lines = (tmp_path / "out" / "sweep.md").read_text().splitlines()
     assert lines[2].split(" | ")[1] == "`analytic`"
     failed = failed_rows(cell, RuntimeError("its process ended"))

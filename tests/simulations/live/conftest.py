@@ -100,7 +100,7 @@ def work(ledger: Ledger, psnr: Callable[[], float | None], waves: int | None = N
         if crash:
             ledger.fail(lease, "WorkerCrashed: gone")
             continue
-        baseline = lease.attack.is_baseline
+        baseline = lease.attack.role == "baseline"
         of = [lease.attack.name] if baseline else [lease.attack.name, f"wrong_client({lease.attack.name})"]
         values = {(c, a, e): psnr() for c in lease.clients for a in of for e in (0, 1)}
         rows: dict[int, list[ScoreRecord]] = {c: [] for c in lease.clients}

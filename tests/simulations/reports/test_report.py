@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,11 +130,13 @@ def test_sections_come_in_order_and_say_what_must_be_said(attacked: Run) -> None
 def test_foreign_text_is_never_markup(tmp_path: Path) -> None:
     chosen = scenario(attack=[])
     run = Run.create(tmp_path / "a<i>run", chosen)
-    hostile = PlannedAttack("<img src=x onerror=alert(1)>", {"use": "mean_image", "x": HOSTILE})
+    hostile = PlannedAttack("<img src=x onerror=alert(1)>", {"use": "analytic"})
     plan = AttackPlan((hostile, *chosen.plan.attacks))
     (run.folder / "environment.json").write_text(json.dumps({"packages": {HOSTILE: HOSTILE}, "cuda": None}))
     with run.ledger() as ledger:
         ledger.add_attacks(plan, {p.name: f"honest; {HOSTILE}" for p in plan.attacks})
+        spec = replace(hostile, table={"use": "analytic", "x": HOSTILE}).to_json()
+        ledger._db.execute("UPDATE attacks SET planned = ? WHERE name = ?", (spec, hostile.name))
         ledger.record_intake(
             1, [Participation(0, "accepted", "", 2, "digest"), Participation(1, "rejected", HOSTILE)], plan
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fedgauge.attacks.base import LIMITS
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
@@ -50,10 +51,10 @@ def test_a_chain_with_noise_gets_its_limit_next_to_the_attacks(hidden: Run) -> N
     }
     assert best == max(attacks), "a limit is no attack's success"
     by_round = {r["round"]: r["value"] for r in rows}
-    drawn = {f["metric"]: [s for s in f["series"] if s["role"] == "limit"] for f in page.rounds}
+    drawn = {f["metric"]: [s for s in f["series"] if s["role"] in LIMITS] for f in page.rounds}
     series, *further = drawn["mse"]
-    assert series["name"] == "Bayes error if the images of a class were Gaussian (an estimate)"
-    assert [s["name"] for s in further] in ([], ["bound for any images"]), "little noise gives no bound"
+    assert series["name"] == "bayes_limit (an estimate)"
+    assert [s["name"] for s in further] in ([], ["candidate_bound"]), "little noise gives no bound"
     assert dict(zip(series["x"], series["mean"], strict=True)) == {
         k: pytest.approx(v, rel=1e-4) for k, v in by_round.items()
     }
@@ -62,7 +63,7 @@ def test_a_chain_with_noise_gets_its_limit_next_to_the_attacks(hidden: Run) -> N
     with hidden.ledger() as ledger:
         errors = [r["value"] for r in ledger.scores("mse") if r["attack"] == "inverting_gradients"]
     line, reached = (-10 * math.log10(sum(v) / len(v)) for v in (list(by_round.values()), errors))
-    assert f"(an estimate that an attack may pass) {line:.1f} dB" in page.words
+    assert f"an estimate that an attack may pass {line:.1f} dB" in page.words
     assert f"the attack of the least error {reached:.1f} dB" in page.words
     assert (
         "Gaussian prior of each class fitted to 200 auxiliary images (Ledoit-Wolf shrinkage); labels known"
@@ -74,7 +75,7 @@ def test_a_chain_with_noise_gets_its_limit_next_to_the_attacks(hidden: Run) -> N
 def test_a_limit_is_neither_judged_nor_shown_as_an_attack(hidden: Run) -> None:
     page = page_of(hidden)
     assert page.tiles("bayes_limit") == []
-    assert [row[1] for row in page.rows if row and "bayes_limit" in row[0]] == ["limit"], "one pooled row"
+    assert [row[1] for row in page.rows if row and "bayes_limit" in row[0]] == ["estimate"], "one pooled row"
     assert "bayes_limit" not in page.success
     cards = page.words.split("What each attacker knew")[1].split("Participation")[0]
     assert "bayes_limit" not in cards

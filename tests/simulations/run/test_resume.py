@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import tomli_w
 
-from fedgauge.server import app as server_app
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -44,17 +43,14 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     class Died(Exception):
         pass
 
-    def enter(self: Any, round: int, seen: Any) -> None:
+    def enter(self: Any, round: int, *seen: Any) -> None:
         if round == 2:
             raise Died
-        entered(self, round, seen)
+        entered(self, round, *seen)
 
-    run, entered = (
-        create_run(Scenario.from_tables(TABLES), tmp_path / "runs" / "stopped"),
-        server_app.UpdateRecorder.enter,
-    )
+    run, entered = create_run(Scenario.from_tables(TABLES), tmp_path / "runs" / "stopped"), Ledger.record_intake
     with monkeypatch.context() as patched:
-        patched.setattr(server_app.UpdateRecorder, "enter", enter)
+        patched.setattr(Ledger, "record_intake", enter)
         with pytest.raises(Died):
             in_memory.train(run)
     return run

@@ -129,6 +129,7 @@ def test_the_trained_model_is_the_same_with_curiosity_off(finished: Run, tmp_pat
         ]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_in_memory_is_the_same_run(finished: Run, tmp_path: Path) -> None:
     """What is trained without Flower's transport is what Flower trains, and what is attacked is the same, bit for bit."""

@@ -160,7 +160,7 @@ class Ended:
         raise TrainingFailed("the federation failed")
 
 
-@pytest.mark.parametrize("interrupting", [True, False])
+@pytest.mark.parametrize("interrupting", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_ctrl_c_while_the_training_ends_is_no_failure(
     begun: Made, monkeypatch: pytest.MonkeyPatch, interrupting: bool
 ) -> None:
