@@ -101,17 +101,6 @@ class Wave:
 
 
 @dataclass(frozen=True, eq=False)
-class Sentences:
-    """Prior knowledge of an attacker on text, in addition to the language model.
-
-    Args:
-        lengths: (K, B) int64, tokens of each sentence including its start and end tokens, in the order of `labels`; None: unknown.
-    """
-
-    lengths: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
 class Knowledge:
     """The threat model: everything that an attack may use in addition to the observation.
 
@@ -125,7 +114,7 @@ class Knowledge:
         labels: (K, B, ...) if the attacker is given them; None: it restores them.
         auxiliary: public examples of the same distribution, or None.
         loss: what the clients minimise: a mean over the batch.
-        text: of sentences; None for other examples.
+        lengths: (K, B) int64, tokens of each sentence including its start and end tokens, in the order of `labels`; None: unknown.
         columns: of a table's rows; None for other examples.
         plain: differentiate by plain autograd and in loops, for a model that torch.func or vmap refuses.
         label_kind: one class, findings, numbers or none.
@@ -143,7 +132,7 @@ class Knowledge:
     labels: Tensor | None = None
     auxiliary: Batch | None = None
     loss: Loss = F.cross_entropy
-    text: Sentences | None = None
+    lengths: Tensor | None = None
     columns: Columns | None = None
     plain: bool = False
     label_kind: LabelKind = field(default_factory=LabelKind)
@@ -195,19 +184,15 @@ class Knowledge:
 
     def to(self, device: torch.device) -> "Knowledge":
         """The same with its tensors on a device; the model and the chain stay where they are."""
-        moved = replace(self, labels=_moved(self.labels, device))
+        moved = replace(self, labels=_moved(self.labels, device), lengths=_moved(self.lengths, device))
         if self.auxiliary is not None:
             moved = replace(moved, auxiliary=Batch(self.auxiliary.x.to(device), self.auxiliary.y.to(device)))
-        if self.text is not None:
-            moved = replace(moved, text=replace(self.text, lengths=_moved(self.text.lengths, device)))
         return moved
 
     def alone(self, k: int) -> "Knowledge":
         """The same of only the k-th observation: its labels and lengths, if they are given."""
-        own, labels = self.text, None if self.labels is None else self.labels[k : k + 1]
-        if own is not None and own.lengths is not None:
-            own = replace(own, lengths=own.lengths[k : k + 1])
-        return replace(self, labels=labels, text=own)
+        labels, lengths = (None if given is None else given[k : k + 1] for given in (self.labels, self.lengths))
+        return replace(self, labels=labels, lengths=lengths)
 
     @property
     def scale(self) -> float:

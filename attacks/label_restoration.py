@@ -53,7 +53,7 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
     if isinstance(kind, NoLabel):
         none = kind.trial(len(wave) * known.batch_size, known.classes).to(wave.device)
         return none.view(len(wave), -1, *none.shape[1:])
-    if kind.public is not None and kind.public.dim() > 2:
+    if kind.public.dim() > 2:
         raise NotRestored(f"labels of several dimensions are not restored; {OPTIMISED}")
     if isinstance(kind, Mask):
         raise NotRestored(f"a mask is not restored; {OPTIMISED}")

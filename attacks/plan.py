@@ -17,7 +17,6 @@ from fedgauge.attacks.measure import Measure
 from fedgauge.attacks.membership.attack import MembershipLimit
 from fedgauge.attacks.membership.canaries import Canaries
 from fedgauge.attacks.modality.base import Modality
-from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import GUESSES, HELD, MEMBER
 from fedgauge.attacks.modality.registry import MODALITIES
@@ -32,6 +31,7 @@ from fedgauge.client.components import (
     call,
     check_arguments,
     coerce,
+    errors_in,
     settings_of,
 )
 
@@ -136,11 +136,6 @@ class PlannedAttack:
         """Return whether it tests membership in a batch or in a client's dataset."""
         return self.metric in (MEMBER, HELD) and self.role not in LIMITS
 
-    @property
-    def reconstructs(self) -> bool:
-        """Return whether it concerns reconstructed examples: an attack, a baseline or a limit on their errors."""
-        return self.metric in ("", mse.name)
-
     @cached_property
     def watched(self) -> Collection[int]:
         """The only clients it observes, in every round; empty: those that the plan attacks."""
@@ -170,10 +165,8 @@ class PlannedAttack:
             SpecError: the text is not of that form.
         """
         where = "a planned attack"
-        try:
+        with errors_in(where, ValueError, RecursionError):
             stored = dict(coerce(json.loads(text), dict, where))
-        except (ValueError, RecursionError) as error:
-            raise SpecError(f"{where} cannot be read: {error}") from error
         budget = settings_of(Budget, stored.pop("budget", {}), f"{where}: budget")
         planned: PlannedAttack = call(cls, {**check_arguments(cls, stored, where), "budget": budget}, where)
         vars(planned).update(declared)

@@ -112,7 +112,7 @@ def findings_of_batch(
         why = f"multi-label targets are restored if they have more labels than the batch has examples, at most {MOST_FINDINGS}"
         raise NotRestored(f"{why}; {OPTIMISED}")
     every = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * width)
-    if known.label_kind.public is not None and bool((known.label_kind.public.sum(1) == 1).all()):
+    if bool((known.label_kind.public.sum(1) == 1).all()):
         every = torch.eye(width, dtype=torch.float64)
     pairs = public.repeat(len(every), 1), every.repeat_interleave(len(public), 0)
     slopes = derivative(known, outputs, *pairs).detach().view(len(every), len(public), width)

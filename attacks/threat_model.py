@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedgauge.attacks.base import Attack, Knowledge, Sentences, Wave
+from fedgauge.attacks.base import Attack, Knowledge, Wave
 from fedgauge.attacks.engine.computation import layer_inputs
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
@@ -83,7 +83,7 @@ def with_given_truth(
         assert isinstance(known.model, LanguageModel)  # the plan refuses it for others
         kept = in_order and planned.labels == "given"
         lengths = [_lengths(batch, known.model.pad, kept) for batch in batches]
-        known = replace(known, text=Sentences(torch.stack(lengths)))
+        known = replace(known, lengths=torch.stack(lengths))
     return known
 
 

@@ -190,11 +190,12 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
     try:
         return target(**arguments)
     except Exception as error:
+        words = str(error)
         if is_in(str(getattr(target, "__module__", "")), registry.user_packages()):  # it may raise anything
-            raise SpecError(f"{where}: {type(error).__name__}: {error}{own_line(error)}") from error
-        if isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
-            raise SpecError(f"{where}: {error}") from error
-        raise
+            words = f"{type(error).__name__}: {error}{own_line(error)}"
+        elif not isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
+            raise
+        raise SpecError(f"{where}: {words}") from error
 
 
 def call_checked(
@@ -217,6 +218,20 @@ def own_line(error: BaseException) -> str:
         if is_in(frame.f_globals.get("__name__", ""), users)
     ]
     return f" ({own[-1]})" if own else ""
+
+
+@contextmanager
+def errors_in(where: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Begin an error's sentence with the file or table that it is in.
+
+    Raises:
+        SpecError: for a SpecError, and for an error of these kinds.
+    """
+    told: tuple[type[Exception], ...] = (SpecError, *kinds)
+    try:
+        yield
+    except told as error:
+        raise SpecError(f"{where}: {getattr(error, 'strerror', None) or error}") from error
 
 
 @contextmanager

@@ -6,7 +6,7 @@ a class for each pixel (N, H, W) int64, or 0 and 1 as floats (N, K, H, W); for a
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -27,7 +27,7 @@ class LabelKind:
     """One class of several: y (B,) int64, or at an attacker probabilities (B, classes). The base of the other kinds.
 
     Args:
-        public: labels (N, ...) of the attacker's public examples; None: unknown.
+        public: labels (N, ...) of the attacker's public examples; default: none, which only this base works without.
         tried: outputs of the network for a few public examples, their labels and the network's inputs, which the loss takes;
             None: logits (B, classes).
     """
@@ -37,7 +37,7 @@ class LabelKind:
     restored: ClassVar[str] = "{} of the labels are restored by {}"  # with a value of the metric and an attack's name
     utility: ClassVar[str] = "accuracy"  # of the trained network
 
-    public: Tensor | None = None
+    public: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     tried: tuple[Tensor, Tensor, Tensor] | None = None
 
     def width(self, classes: int) -> int:
@@ -116,7 +116,7 @@ class Binary(LabelKind):
         return y
 
     def guess(self, count: int) -> Tensor | None:
-        return None if self.public is None else self.public.mode().values.expand(count)
+        return self.public.mode().values.expand(count)
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         return ((outputs.view(len(y), -1)[:, 0] > _middle(self.tried)) == (y > 0.5)).double()
@@ -147,9 +147,7 @@ class Findings(Binary):
 
     def guess(self, count: int) -> Tensor | None:
         """Return the most frequent findings, as many as give the highest F1 on the public examples."""
-        if (public := self.public) is None:
-            return None
-        shares = public.mean(0)
+        public, shares = self.public, self.public.mean(0)
         each = [(shares >= least).float() for least in shares.unique()]
         best: Tensor = max(each, key=lambda y: _f1(public, y.expand_as(public)))
         return best.expand(count, -1)
@@ -170,22 +168,16 @@ class Numbers(LabelKind):
     utility: ClassVar[str] = "R2"
 
     def width(self, classes: int) -> int:
-        return self._public[0].numel()
-
-    @property
-    def _public(self) -> Tensor:
-        if self.public is None:
-            raise ValueError("the target's mean and spread come from auxiliary data, and there are none")
-        return self.public
+        return self.public[0].numel()
 
     @property
     def spread(self) -> Tensor:
         """The target's standard deviation among the public examples."""
-        return self._public.std(0).clamp_min(torch.finfo(torch.float32).tiny)
+        return self.public.std(0).clamp_min(torch.finfo(torch.float32).tiny)
 
     def relaxed(self, free: Tensor) -> Tensor:
-        free = free if self._public.dim() > 1 else free[..., 0]
-        return self._public.mean(0).to(free) + self.spread.to(free) * free
+        free = free if self.public.dim() > 1 else free[..., 0]
+        return self.public.mean(0).to(free) + self.spread.to(free) * free
 
     def decided(self, y: Tensor) -> Tensor:
         return y
@@ -199,8 +191,8 @@ class Numbers(LabelKind):
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
         if not exact:
             return None
-        y = self._public.mean(0)[None].to(seen)
-        sums = self._public.flatten(1).sum(1) if self._public.dim() > 1 else torch.zeros(1)
+        y = self.public.mean(0)[None].to(seen)
+        sums = self.public.flatten(1).sum(1) if self.public.dim() > 1 else torch.zeros(1)
         shares = bool((sums - 1).abs().max() < SAME)  # probabilities: their sum is known too
         for _ in range(STEPS):
             by_label = torch.autograd.functional.jacobian(slope, y).reshape(seen.numel(), y.numel())
@@ -216,7 +208,7 @@ class Numbers(LabelKind):
         return y.float() if bool(left.norm() <= SAME * seen.norm()) else None
 
     def guess(self, count: int) -> Tensor | None:
-        return self._public.mean(0).expand(count, *self._public.shape[1:])
+        return self.public.mean(0).expand(count, *self.public.shape[1:])
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
         truth, guess = _paired(truth / self.spread, guess / self.spread)
@@ -238,14 +230,14 @@ class Mask(LabelKind):
 
     @property
     def _size(self) -> tuple[int, ...]:
-        assert self.public is not None  # a mask is recognised by public ones
         return tuple(self.public.shape[1:])
 
     @property
     def binary(self) -> bool:
         """True if each pixel has one output, not one for each class."""
-        floats = self.public is not None and self.public.is_floating_point()
-        return floats or (self.tried is not None and self.tried[0].numel() == self.tried[1].numel())
+        return self.public.is_floating_point() or (
+            self.tried is not None and self.tried[0].numel() == self.tried[1].numel()
+        )
 
     def width(self, classes: int) -> int:
         return math.prod(self._size) * (1 if self.binary else classes)
@@ -257,7 +249,7 @@ class Mask(LabelKind):
 
     def decided(self, y: Tensor) -> Tensor:
         if self.binary:
-            return (y > 0.5).to(self.public.dtype if self.public is not None else y.dtype)
+            return (y > 0.5).to(self.public.dtype)
         return y.argmax(-1 - len(self._size))
 
     def soft(self, y: Tensor, classes: int) -> Tensor:
@@ -272,8 +264,6 @@ class Mask(LabelKind):
     def guess(self, count: int) -> Tensor | None:
         """Return the most frequent class of each pixel; of 0 and 1 the threshold of least overlap lost on public masks."""
         public = self.public
-        if public is None:
-            return None
         if int(public.max()) > 1:
             return public.mode(0).values.expand(count, *self._size)
         shares = public.float().mean(0)

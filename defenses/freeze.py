@@ -36,6 +36,8 @@ class freeze(UpdateTransform):
         if unknown:
             named = [name for name, module in self.model.named_modules() if name and list(module.parameters())]
             raise ValueError(f"the model has no layer {unknown[0]!r} with parameters (it has: {', '.join(named)})")
+        if not self.layers:
+            raise ValueError("layers is empty: name at least one layer to freeze")
         if all(map(self.frozen, parameters)):
             raise ValueError("layers names all of the model's parameters: nothing would be trained")
 

@@ -78,7 +78,11 @@ class Simulator:
         model, known = self.known.model, self.known
         step = whole_batch_update(self.client, known.loss, rng, by_example=True)
         # token ids have no gradient, which one pass needs
-        if step is None or known.text is not None or not is_mean(known.loss, known.classes, known.label_kind):
+        if (
+            step is None
+            or not batches.x.is_floating_point()
+            or not is_mean(known.loss, known.classes, known.label_kind)
+        ):
             return None
         x = known.normalise(batches.x)
         if not examples_are_independent(model, self.params, torch.stack([x[0], 0.5 * x[-1]])):

@@ -69,14 +69,14 @@ class random_words(Baseline):
     """Guess words at the auxiliary text's frequencies."""
 
     def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:
-        assert known.text is not None and isinstance(known.model, LanguageModel)
+        assert isinstance(known.model, LanguageModel)
         model, x = known.model, public.x
         words = x[~torch.isin(x, torch.tensor(sorted(model.special)))]
         guesses = []
         for k, stream in enumerate(streams):
             rng = stream("words")
-            if known.text.lengths is not None:
-                lengths = known.text.lengths[k]
+            if known.lengths is not None:
+                lengths = known.lengths[k]
             else:
                 drawn = x[torch.randint(len(x), (known.batch_size,), generator=rng)]
                 lengths = (drawn != model.pad).sum(1)

@@ -1,13 +1,12 @@
 """Sentences as private data."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Knowledge, Sentences
 from fedgauge.attacks.modality.base import PERCENT, MainMetric, Mark, Measured, Modality
 from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.attacks.modality.text_metrics import match_sentences, text_metrics
@@ -57,9 +56,6 @@ class SentenceModality(Modality):
 
     def blank(self, truth: Tensor) -> Tensor:
         return torch.full_like(truth, self.dataset.tokenizer.pad)
-
-    def informed(self, known: Knowledge) -> Knowledge:
-        return replace(known, text=Sentences())
 
     def small_model(self) -> Table:
         return {"use": "tiny_bert" if self.dataset.task == "classification" else "tiny_gpt2"}

@@ -36,7 +36,7 @@ def language_model(known: Knowledge) -> LanguageModel:
     Raises:
         Unreadable: it does not read sentences.
     """
-    if known.text is None or not isinstance(known.model, LanguageModel):
+    if not isinstance(known.model, LanguageModel):
         raise Unreadable("it reconstructs sentences and needs a language model; this model reads images")
     return known.model
 

@@ -172,8 +172,7 @@ def answer_of(logits: Tensor, vocabulary: Tensor, record: TrainingRecord, known:
         return record.answer(None)
     log = logits.new_full((*logits.shape[:2], model.vocabulary), NEVER)
     log[..., vocabulary] = logits.log_softmax(-1)
-    given = None if known.text is None else known.text.lengths
-    return record.answer(likeliest(log, model, None if given is None else given[k]))
+    return record.answer(likeliest(log, model, None if known.lengths is None else known.lengths[k]))
 
 
 def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tensor:

@@ -115,8 +115,8 @@ def lengths_of(wave: Wave, known: Knowledge) -> Tensor:
     """
     model, longest = language_model(known), known.shape[0]
     least = len(model.start) + len(model.end) + 1
-    if known.text is not None and known.text.lengths is not None:
-        return known.text.lengths.clamp(min(least, longest), longest)
+    if known.lengths is not None:
+        return known.lengths.clamp(min(least, longest), longest)
     distribution, name = known.chain.update_distribution, model.parts.position
     disturbed = distribution is None or distribution.noisy or distribution.sparse or distribution.signed
     lengths = torch.full((len(wave),), longest)

@@ -161,8 +161,7 @@ class _WordSearch:
         model, known = self.model, self.verifier.known
         first, last, size = len(model.start), len(model.end), known.batch_size
         lengths = lengths_of(self.verifier.wave, known)[0]
-        assert known.text is not None
-        if last and known.text.lengths is None:
+        if last and known.lengths is None:
             ends = fit[model.end[-1], : int(lengths.max())].clone()
             ends[: first + last] = torch.inf
             places = ends.argsort()[:size]

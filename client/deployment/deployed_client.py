@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import ComponentKind, SpecError, Table, build, call_checked
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, call_checked, errors_in
 from fedgauge.client.data.dataset import Shards, split
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
@@ -52,7 +52,7 @@ class DeployedClient(Federation):
             terms.seed, terms.rounds, terms.clients, owner.data, terms.model, owner.chain, loss=owner.loss
         )
         own = cls(protocol, owner)
-        try:
+        with errors_in(owner.path):
             _ = own.shards, own.model
             with owner.allowing():
                 _ = own.loss, own.chain
@@ -62,8 +62,6 @@ class DeployedClient(Federation):
                         raise SpecError("[guard]: audit reveals what the chain's epsilon must cover: remove it")
                 if owner.canary and not own.chain.private:
                     raise SpecError("canary = true needs noise behind a clip in [[chain]]: add clip and gaussian")
-        except SpecError as error:
-            raise SpecError(f"{owner.path}: {error}") from error
         return own
 
     @cached_property

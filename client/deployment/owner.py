@@ -21,6 +21,7 @@ from fedgauge.client.components import (
     build,
     call,
     coerce,
+    errors_in,
     settings_of,
     with_absolute_paths,
 )
@@ -138,18 +139,15 @@ class OwnerConfig(Checked):
         Raises:
             SpecError: with the file's name, the table, the value and what is allowed.
         """
-        try:
-            return cls.parse(read_file(path, toml_text.MOST).decode(), path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise SpecError(f"{path}: not a readable file: {getattr(error, 'strerror', None) or error}") from error
+        with errors_in(path, OSError, UnicodeDecodeError):
+            text = read_file(path, toml_text.MOST).decode()
+        return cls.parse(text, path)
 
     @classmethod
     def parse(cls, text: str, path: Path) -> "OwnerConfig":
         """From the text of the file at path."""
-        try:
+        with errors_in(path, ValueError):
             return cls._of(toml_text.parse(text.encode()), path)
-        except ValueError as error:  # of the file, or of what it says
-            raise SpecError(f"{path}: {error}") from error
 
     @classmethod
     def _of(cls, tables: Table, path: Path) -> "OwnerConfig":

@@ -58,10 +58,9 @@ def _refuse_paths(table: Table) -> None:
     parts = [(table, MODEL), *((change, kind) for _, change, kind in changes_of(table, "[model]"))]
     # in fedgauge's own, only a name on the hub may have a slash
     names = _HUB_NAME if all(is_own(part, kind) for part, kind in parts) else _NAME
-    for key, value in _leaves(table):
-        if isinstance(value, str) and not (_USED if key == "use" else names).fullmatch(value):
-            raise RequestRefused(NO_FILE)
-    if any(path_arguments(part, kind) for part, kind in parts):
+    texts = [(key, value) for key, value in _leaves(table) if isinstance(value, str)]
+    plain = all((_USED if key == "use" else names).fullmatch(value) for key, value in texts)
+    if not plain or any(path_arguments(part, kind) for part, kind in parts):
         raise RequestRefused(NO_FILE)
 
 

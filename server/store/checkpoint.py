@@ -23,7 +23,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import REPEATED, Participation, repeated
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.tape import DTYPES, TapeError, read_tensors, write_tensors
+from fedgauge.server.store.tape import DTYPES, read_tensors, write_tensors
 
 _NAME = "checkpoint.json"  # names the file of tensors and its digest
 _MOST = 32 << 20  # bytes of it
@@ -83,27 +83,22 @@ class Checkpoint:
             return None
         try:
             facts = json.loads(run_files.read(path, _MOST))
-            if "refused" in facts:
-                raise NotResumable(f"{folder} cannot be resumed: {facts['refused']}")
-            tensors = read_tensors(folder / Path(facts["tensors"]).name, facts["digest"])
-            return cls(
-                round=int(facts["round"]),
-                params={k: tensors.pop(_PARAM + k) for k in facts["params"]},
-                buffers={k: tensors.pop(_BUFFER + k) for k in facts["buffers"]},
-                strategy={k: _decoded(v, tensors) for k, v in facts["strategy"].items()},
-                seen=tuple(Participation(**check_arguments(Participation, seen, "seen")) for seen in facts["seen"]),
-            )
-        except (
-            TapeError,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            OverflowError,
-        ) as error:
+            if "refused" not in facts:
+                return cls._of(facts, folder)
+        except Exception as error:  # whatever a damaged file makes of it
             raise NotResumable(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        raise NotResumable(f"{folder} cannot be resumed: {facts['refused']}")
+
+    @classmethod
+    def _of(cls, facts: Any, folder: Path) -> "Checkpoint":
+        tensors = read_tensors(folder / Path(facts["tensors"]).name, facts["digest"])
+        return cls(
+            round=int(facts["round"]),
+            params={k: tensors.pop(_PARAM + k) for k in facts["params"]},
+            buffers={k: tensors.pop(_BUFFER + k) for k in facts["buffers"]},
+            strategy={k: _decoded(v, tensors) for k, v in facts["strategy"].items()},
+            seen=tuple(Participation(**check_arguments(Participation, seen, "seen")) for seen in facts["seen"]),
+        )
 
 
 def mark_not_resumable(folder: Path, reason: str) -> None:

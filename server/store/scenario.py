@@ -31,6 +31,7 @@ from fedgauge.client.components import (
     SpecError,
     Table,
     coerce,
+    errors_in,
     settings_of,
     with_absolute_paths,
 )
@@ -79,10 +80,8 @@ class AuditOptions(Checked):
         Raises:
             SpecError: torch cannot use one of them.
         """
-        try:
+        with errors_in("[audit] devices", ValueError):
             return devices_of(self.devices)
-        except ValueError as error:
-            raise SpecError(f"[audit] devices: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class Scenario:
             SpecError: the file is missing or wrong; the message names table, value and allowed values.
         """
         try:
-            tables = toml_text.parse(read(path, toml_text.MOST))
+            tables = dict(toml_text.parse(read(path, toml_text.MOST)))
             for setting in settings:
                 apply_setting(tables, setting)
             if rounds is not None:
@@ -220,10 +219,8 @@ class Scenario:
         _check_control_variates(federation, strategy, tape)
         privacy = settings_of(PrivacyOptions, tables.get("privacy", {}), "[privacy]")
         if "privacy" in tables:
-            try:
+            with errors_in("[privacy]", NoGuarantee):
                 Accountant.of(federation)
-            except NoGuarantee as error:
-                raise SpecError(f"[privacy]: {error}") from error
         validator = settings_of(ValidatorOptions, tables.get("validator", {}), "[validator]")
         server_side = (options, tape, simulation, privacy, validator)
         return cls(tables, protocol, federation, plan, strategy, *server_side, server_attack)

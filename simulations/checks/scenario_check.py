@@ -16,7 +16,7 @@ from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.source import FederationSource
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, errors_in
 from fedgauge.client.data.dataset import Dataset, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
@@ -66,11 +66,9 @@ def try_first(scenario: Scenario, console: Console, where: str, patience: float 
     Raises:
         SpecError: it cannot work. Each sentence begins with `where`.
     """
-    try:
+    with errors_in(where):
         for words in warnings_before(scenario, patience):
             console.print(f"warning: {where}: {words}", highlight=False, markup=False, soft_wrap=True)
-    except SpecError as error:
-        raise SpecError(f"{where}: {error}") from error
 
 
 def refuse_misfit(fed: Federation, where: str) -> None:

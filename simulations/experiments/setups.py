@@ -17,7 +17,7 @@ from fedgauge.attacks.modality.registry import examples_of, modality_of
 from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import SpecError, build
+from fedgauge.client.components import SpecError, build, errors_in
 from fedgauge.client.data.dataset import Dataset, Shards, batch_of
 from fedgauge.client.data_folder import data_folder
 from fedgauge.client.federation import DATASET, Federation
@@ -75,15 +75,13 @@ def build_setup(cell: Setting, seed: int) -> Setup:
     Raises:
         SpecError: data or weights are missing.
     """
-    where, dataset = f"cell {cell.name}", _dataset(cell)
+    dataset = _dataset(cell)
     images = replace(cell.images, batch_size=cell.members * cell.images.batch_size)
     shards = _shards(cell, dataset, choose(dataset, images, cell.n * (4 if cell.faintest else 1)), seed)
-    try:
+    with errors_in(f"cell {cell.name}"):
         fed = _federation(cell, shards, seed)
         note = _pretrain(cell, fed)
         _ = fed.chain
-    except SpecError as error:
-        raise SpecError(f"{where}: {error}") from error
     if cell.faintest:
         fed = _with(fed, _faintest(fed, cell.members))
     clients = _Clients(cell, fed)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedgauge.client.components import SpecError, Table, coerce
+from fedgauge.client.components import SpecError, Table, coerce, errors_in
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.experiments.grid import Cell, expand, layered, read
 
@@ -70,9 +70,7 @@ def _cell(shared: Table, cell: Cell) -> SweepCell:
     defense, where = str(cell.place["defense"]["name"]), f"[[defense]] {cell.place['defense']['name']}"
     own = cell.table
     tables = {**layered([shared, own], MERGED, where), "attack": cell.attacks}
-    try:
+    with errors_in(where):
         planned = Scenario.from_tables(tables).plan.attacks
-    except SpecError as error:
-        raise SpecError(f"{where}: {error}") from error
     folder = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', defense).strip('-.')}-seed{own['seed']}"
     return SweepCell(defense, own["seed"], folder, tables, tuple(p.name for p in planned if p.role == "attack"))

@@ -148,7 +148,7 @@ def checkpoint_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ledger_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ledger") / "ledger.sqlite"
-    plan = AttackPlan((PlannedAttack("dlg", {"use": "dlg", "iterations": 2}),))
+    plan = AttackPlan((PlannedAttack("dlg", {"use": "dlg"}),))
     with Ledger(path, create=True) as ledger:
         ledger.add_attacks(plan, {"dlg": "card"})
         ledger.set_meta(state="trained")

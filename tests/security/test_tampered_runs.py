@@ -139,6 +139,7 @@ def test_a_ledger_with_another_schema_is_refused_before_anything_of_it_runs(
         "UPDATE scores SET status = x'ff'": "its status cannot be b'",
         "UPDATE scores SET attack = 'other' WHERE example = 0": "its attack cannot be None",
         "UPDATE attacks SET planned = '[1]'": "a planned attack must be a table",
+        "PRAGMA ignore_check_constraints = ON; UPDATE attacks SET role = 'judge'": "is damaged: CHECK",
         "INSERT OR REPLACE INTO meta VALUES ('rounds', 'many')": "expected a number of rounds, got 'many'",
     }.items(),
 )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.text.distance import Kind, Matcher, SentenceGuess
 from fedgauge.client.chain import chain
@@ -165,9 +165,7 @@ def posed(model: LanguageModel) -> TextCase:
     updates: list[Update] = [client(params, b, generator("text zoo", k)) for k, b in enumerate(batches)]
     wave = Wave.stack([Observation(1, k, params, update) for k, update in enumerate(updates)])
     classes = CLASSES if model.task == "classification" else model.vocabulary
-    known = Knowledge(
-        model, links, (LENGTH,), classes, EXAMPLES, (), (), loss=loss, text=Sentences(), auxiliary=batch(0, 12)
-    )
+    known = Knowledge(model, links, (LENGTH,), classes, EXAMPLES, (), (), loss=loss, auxiliary=batch(0, 12))
     return TextCase(model, wave, known, batches)
 
 

@@ -142,10 +142,9 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Str
 class echo(Attack):
     """Returns the labels and lengths that it was given."""
     def reconstruct(self, wave, known, budget, streams):
-        assert known.text is not None
         x = torch.full((known.batch_size, *known.shape), known.model.pad)
-        if known.text.lengths is not None:
-            for i, n in enumerate(known.text.lengths[0].tolist()):
+        if known.lengths is not None:
+            for i, n in enumerate(known.lengths[0].tolist()):
                 x[i, :n] = 9
         y = None if known.labels is None else known.labels[0]
         return [Reconstruction(x, y, 0.0, 1, 0.0, "converged") for _ in wave.clients]

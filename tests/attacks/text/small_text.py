@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Sentences, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.gradient import gradient
@@ -59,7 +59,7 @@ def seen(
     ]
     size, length = truth[0].x.shape
     classes = classes if model.task == "classification" else model.vocabulary
-    told = {"text": Sentences(), "loss": loss_of(model), **known}
+    told = {"loss": loss_of(model), **known}
     return Wave.stack(observations), Knowledge(model, chain, (length,), classes, size, (), (), **told)
 
 

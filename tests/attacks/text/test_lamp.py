@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedgauge.attacks.base import Budget, Knowledge, Sentences, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.grading.baselines import random_words
 from fedgauge.attacks.modality.text_metrics import rouge
@@ -81,7 +81,7 @@ def test_moves_are_different_permutations_that_begin_with_none(n: int, count: in
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_special_tokens_stay_in_place(batch_size: int) -> None:
     wave, known, batches = make(batch_size=batch_size)
-    known = replace(known, text=Sentences(lengths(batches)))
+    known = replace(known, lengths=lengths(batches))
     tokens = torch.stack([f.x for f in SMALL().reconstruct(wave, known, Budget(7), streams(2)) if f.x is not None])
     truth = torch.stack([b.x for b in batches])
     special = torch.isin(truth, torch.tensor([0, 2, 3]))
@@ -106,7 +106,7 @@ def test_lengths_that_a_defense_hides_are_all_positions_unless_given() -> None:
     for link in links:
         wave, known, batches = make(links=(link, local_sgd(1.0)))
         assert (lengths_of(wave, known) == LENGTH).all()
-        given_lengths = replace(known, text=Sentences(lengths(batches)))
+        given_lengths = replace(known, lengths=lengths(batches))
         assert torch.equal(lengths_of(wave, given_lengths), lengths(batches))
     wave, known, _ = make(freeze=["words", "positions"])
     assert (lengths_of(wave, known) == LENGTH).all()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Sentences
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction
 from fedgauge.attacks.engine import simulator
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.grading.baselines import random_words
@@ -174,7 +174,7 @@ def test_it_reads_unseen_sentences(links: Chain, attack: learning_to_invert_text
 def test_several_sentences_are_read_in_whatever_order() -> None:
     wave, known, truth = threat(SPOKEN, 1200, size=2, clients=15)
     lengths = torch.stack([(t.x != 0).sum(1).sort().values for t in truth])
-    found = read(replace(SMALL, passes=2), wave, replace(known, text=Sentences(lengths)), Budget(400))
+    found = read(replace(SMALL, passes=2), wave, replace(known, lengths=lengths), Budget(400))
     for r, length in zip(found, lengths, strict=True):
         assert r.x is not None and torch.equal((r.x != 0).sum(1), length)
 
@@ -209,7 +209,6 @@ def test_training_ends_with_its_seconds_or_where_held_out_sentences_become_no_li
 @pytest.mark.parametrize(
     ("change", "attack", "word"),
     [
-        (lambda k: replace(k, text=None), SMALL, "language model"),
         (lambda k: replace(k, model=mlp((1, 2, 2), 2)), SMALL, "language model"),
         (lambda k: replace(k, auxiliary=None), SMALL, "auxiliary"),
         (lambda k: replace(k, batch_size=100), SMALL, "400 auxiliary"),

@@ -16,6 +16,7 @@ from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.vision import mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
@@ -170,7 +171,7 @@ def test_two_sentences_an_update_are_read_or_refused_with_a_reason(name: str, ta
 
 @every
 def test_where_there_are_no_words_an_attack_says_so(name: str, seen: Seen) -> None:
-    images = dataclasses.replace(seen.known, text=None)
+    images = dataclasses.replace(seen.known, model=mlp((1, 2, 2), 2))
     for found in run(name, seen.wave, images):
         assert (found.status, found.x, found.y) == ("not_applicable", None, None)
         assert found.reason

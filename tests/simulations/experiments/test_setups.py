@@ -153,7 +153,7 @@ def test_a_scene_of_text_is_the_first_sentences_and_what_clients_make_of_them() 
     data = phrases(length=10, vocabulary=500)
     setup = build_setup(only(sentences({"batch_size": 2, "first": 3})), seed=2)
     assert torch.equal(torch.cat([t.x for t in setup.truth]), data.x_test[3:11])
-    assert known_to_the_server(setup).text is not None and known_to_the_server(setup).text.lengths is None
+    assert known_to_the_server(setup).lengths is None
     assert known_to_the_server(setup).auxiliary is not None and torch.equal(
         known_to_the_server(setup).auxiliary.x, data.x[-200:]
     )

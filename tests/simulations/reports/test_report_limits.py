@@ -63,7 +63,7 @@ def test_a_chain_with_noise_gets_its_limit_next_to_the_attacks(hidden: Run) -> N
     with hidden.ledger() as ledger:
         errors = [r["value"] for r in ledger.scores("mse") if r["attack"] == "inverting_gradients"]
     line, reached = (-10 * math.log10(sum(v) / len(v)) for v in (list(by_round.values()), errors))
-    assert f"(an estimate that an attack may pass) {line:.1f} dB" in page.words
+    assert f"an estimate that an attack may pass {line:.1f} dB" in page.words
     assert f"the attack of the least error {reached:.1f} dB" in page.words
     assert (
         "Gaussian prior of each class fitted to 200 auxiliary images (Ledoit-Wolf shrinkage); labels known"
