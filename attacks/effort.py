@@ -18,6 +18,7 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
 from fedgauge.attacks.problem import Unattackable
 from fedgauge.client.components import Table
+from fedgauge.client.data.own_arrays import Arrays
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer
 
@@ -81,6 +82,7 @@ WORKS: Mapping[str, Callable[[Federation], bool]] = {
     "learned_rows": _alone,
     "tag": lambda fed: bool(getattr(fed.chain.local, "adaptive", False)),
     "bayes": noise_is_known,
+    "dlg": lambda fed: isinstance(fed.shards.dataset, Arrays),
     "leave_layer_out": lambda fed: bool(fed.chain.hidden),
     "precode_joint": lambda fed: _has(fed, StochasticLayer),
     "grad_inversion": lambda fed: _has(fed, nn.modules.batchnorm._BatchNorm),
@@ -119,6 +121,7 @@ CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("quick", {"use": "leave_layer_out"}),
     ("quick", _search("precode_joint", "off")),
     ("standard", _search("precode_joint", "shadow")),
+    ("standard", {"use": "dlg", "by_tensor": True}),  # recurrent networks, masks
     ("standard", {"use": "grad_inversion"}),
     ("standard", _search("gifd", "shadow")),
     ("thorough", _search("gifd", "off", given=True)),  # often better if the defense hides little

@@ -31,6 +31,7 @@ from fedgauge.client.components import (
     call,
     check_arguments,
     coerce,
+    errors_in,
     settings_of,
 )
 
@@ -164,10 +165,8 @@ class PlannedAttack:
             SpecError: the text is not of that form.
         """
         where = "a planned attack"
-        try:
+        with errors_in(where, ValueError, RecursionError):
             stored = dict(coerce(json.loads(text), dict, where))
-        except (ValueError, RecursionError) as error:
-            raise SpecError(f"{where} cannot be read: {error}") from error
         budget = settings_of(Budget, stored.pop("budget", {}), f"{where}: budget")
         planned: PlannedAttack = call(cls, {**check_arguments(cls, stored, where), "budget": budget}, where)
         vars(planned).update(declared)

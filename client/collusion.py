@@ -61,7 +61,7 @@ def promised_colluders(group: int) -> int:
 
 
 def check_threshold(group: int, least: int, colluders: int | None = None) -> None:
-    """Refuse a group of fewer than two, and a threshold that does not resist so many colluding clients and a lying server.
+    """Refuse a threshold that does not resist so many colluding clients and a lying server.
 
     Args:
         colluders: default: those that are promised.
@@ -74,8 +74,6 @@ def check_threshold(group: int, least: int, colluders: int | None = None) -> Non
         Traceback (most recent call last):
         ValueError: threshold must be above half of group = 4 and at most all of it, got 2
     """
-    if group < 2:
-        raise ValueError(f"group must be at least 2, got {group}")
     if not group < 2 * least <= 2 * group:
         raise ValueError(f"threshold must be above half of group = {group} and at most all of it, got {least}")
     resisted = tolerance(group, least).lying

@@ -228,9 +228,10 @@ def errors_in(where: object, *kinds: type[Exception]) -> Iterator[None]:
     Raises:
         SpecError: for a SpecError, and for an error of these kinds.
     """
+    told: tuple[type[Exception], ...] = (SpecError, *kinds)
     try:
         yield
-    except (SpecError, *kinds) as error:
+    except told as error:
         raise SpecError(f"{where}: {getattr(error, 'strerror', None) or error}") from error
 
 

@@ -68,10 +68,10 @@ def reading(name: object, form: str) -> Iterator[None]:
     """
     try:
         yield
-    except FileNotFoundError as error:
-        raise ValueError(f"{name} is not {form} that can be read: No such file or directory") from error
     except Exception as error:
-        raise ValueError(f"{name} is not {form} that can be read: {error}") from error
+        raise ValueError(
+            f"{name} is not {form} that can be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def read_file(path: Path, most: int) -> bytes:

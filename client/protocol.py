@@ -51,7 +51,7 @@ class SecureSumOptions(Checked):
         clip: the largest absolute value of an update's entry, above 0; only for a deployment, which needs it.
     """
 
-    group: int
+    group: Annotated[int, Range("at least 2", lambda n: n >= 2)]
     threshold: int | None = None
     drawn: bool = False
     colluders: int | None = field(default=None, repr=False)

@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from typing import Any
 
 MOST = 1 << 20  # bytes of a file, for its reader
@@ -14,7 +15,7 @@ _LONG_KEY = re.compile(
 )
 
 
-def parse(data: bytes) -> dict[str, Any]:
+def parse(data: bytes) -> Mapping[str, Any]:
     """Return the tables of a file; TOMLDecodeError says what is wrong, UnicodeDecodeError that it is no text."""
     text = data.decode()
     if _LONG_KEY.search(text):

@@ -307,10 +307,10 @@ def privacy_statement(
         alike = {(n, records_of(federation, client)) for client, n in rounds.items()}  # a ledger may name many clients
         each = [accountant.spent(n, records) for n, records in alike]
         record, client = (max((getattr(s, of) for s in each), default=0.0) for of in ("record", "client"))
-        if math.inf in (record, client):
-            raise NoGuarantee("no epsilon: the noise is negligible compared with the clip")
     except NoGuarantee as why:
         return PrivacyStatement(None, None, delta, str(why))
+    if math.inf in (record, client):
+        return PrivacyStatement(None, None, delta, "no epsilon: the noise is negligible compared with the clip")
     most = max(rounds.values(), default=0)
     divided = federation.protocol.data.get("partition", "iid") != "iid"
     condition = "; where no label changes, as labels divide the data among clients" if divided else ""

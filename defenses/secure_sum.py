@@ -19,13 +19,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedgauge.client.collusion import Tolerance, check_threshold, tolerance
-from fedgauge.client.components import Checked, Positive
+from fedgauge.client.components import Checked, Positive, Range
 from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Train, Value, Vector
 from fedgauge.defenses.shared_secrets import (
     SECRET,
@@ -42,6 +42,7 @@ SHARE = 66  # bytes of a number below the prime
 SEALED = 2 * SHARE + 16  # bytes of two encrypted shares
 LEVELS = 2**24 - 2  # the highest level of fixed point, counted from 0
 MOST_EXAMPLES = 2**20  # of one client; a client with more drops out
+MOST_CLIENTS = (2**64 - 1) // (MOST_EXAMPLES * LEVELS)  # in a sum of 64 bits
 
 Parsed = TypeVar("Parsed")
 Integers = NDArray[np.uint64]
@@ -122,7 +123,7 @@ class PairwiseMasking(Checked, SecureSum):
         1
     """
 
-    group: int
+    group: Annotated[int, Range(f"from 2 to {MOST_CLIENTS}", lambda n: 2 <= n <= MOST_CLIENTS)]
     clip: Positive
     threshold: int | None = None
     colluders: int | None = field(default=None, repr=False)  # a party's own demand: the other need not share it
@@ -130,8 +131,6 @@ class PairwiseMasking(Checked, SecureSum):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_threshold(self.group, self.least, self.colluders)
-        if self.group * MOST_EXAMPLES * LEVELS >= 2**64:
-            raise ValueError(f"group must be smaller for a sum in 64 bits, got {self.group}")
 
     @property
     def least(self) -> int:

@@ -14,7 +14,7 @@ import os
 import sys
 import tomllib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
@@ -235,7 +235,8 @@ def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path
     try:
         base = _base(Path(audit), caller)
         path = base / audit
-        trouble, tables = "", dict[str, Any]()
+        tables: Mapping[str, Any] = {}
+        trouble = ""
         try:
             text = path.read_text()
             tables = toml_text.parse(text.encode())

@@ -29,13 +29,15 @@ class EachByItself(Attack):
         results = []
         for k, read in enumerate(readers):
             alone = wave.of([k])
-            try:
-                finite = all(bool(t.isfinite().all()) for t in alone.update.values())
-                result = read(alone, known.alone(k)) if finite else None
-                if result is None or (result.x is not None and not bool(result.x.isfinite().all())):
-                    raise ValueError("the update is zero or not finite")
-            except ValueError as error:
-                (result,) = not_applicable(alone, str(error))
+            result: Reconstruction | None = None
+            why = "the update is zero or not finite"
+            if all(bool(t.isfinite().all()) for t in alone.update.values()):
+                try:
+                    result = read(alone, known.alone(k))
+                except ValueError as error:
+                    why = str(error)
+            if result is None or (result.x is not None and not bool(result.x.isfinite().all())):
+                (result,) = not_applicable(alone, why)
             results.append(result)
         return results
 

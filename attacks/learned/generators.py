@@ -20,7 +20,7 @@ from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.learned.trainer import perceptron, seeded
 from fedgauge.client.components import Checked, ComponentKind, Count, SpecError, Table, build, check_arguments, resolve
-from fedgauge.client.models.vision import Shape, load_weights
+from fedgauge.client.models.vision import Shape, check_images, load_weights
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
 
@@ -66,8 +66,7 @@ class ImageGenerator:
 
 def generator_of(table: Table | None, trained: "GeneratorTraining", known: Knowledge) -> ImageGenerator:
     """A user's own generator if a table names one, else one trained on the auxiliary images; ValueError if neither fits."""
-    if len(known.shape) != 3:
-        raise ValueError(f"a generator makes images (C, H, W), and an example has the shape {tuple(known.shape)}")
+    check_images(known.shape)
     if table:
         return own(table, known.shape)
     return ImageGenerator(trained.decoder(known), (trained.latent,), known.shape)

@@ -27,7 +27,7 @@ from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
 from fedgauge.client.components import Count, Table
-from fedgauge.client.models.vision import Shape
+from fedgauge.client.models.vision import Shape, check_images
 from fedgauge.client.update import Batch, Params, relative_error
 
 PROVEN = 1e-4  # relative error of the images' update, below which they are the client's
@@ -103,12 +103,6 @@ def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> 
     """A network of reversible blocks in place of the agreed one; each of the blocks has two 3x3 convolutions with width between."""
     check_images(shape)
     return ReversibleNetwork(shape, classes, blocks, width)
-
-
-def check_images(shape: Shape) -> None:
-    """ValueError for examples that are not images."""
-    if len(shape) != 3:
-        raise ValueError(f"expected images (C, H, W), and the examples here have shape {tuple(shape)}")
 
 
 # ------------------------------------------------------------------------------------------------------- server attacks

@@ -22,11 +22,10 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
-from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import LayerRows, decoded, input_to_pixels, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Count, Positive, Table
-from fedgauge.client.models.vision import Shape
+from fedgauge.client.models.vision import Shape, check_images
 from fedgauge.client.update import Params
 
 POINTS = 1024  # at which the distribution of the query is tabulated

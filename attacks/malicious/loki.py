@@ -16,11 +16,10 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
-from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.imprint import SortingBlock, planted, read_bins, sorting_block, sorting_query
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.client.components import Count, Natural, Positive, Table
-from fedgauge.client.models.vision import Shape
+from fedgauge.client.models.vision import Shape, check_images
 from fedgauge.client.update import Params
 
 

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.engine.computation import classifier, layer_inputs
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
-from fedgauge.attacks.malicious.carried_input import check_images
 from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
 from fedgauge.client.components import NotNegative
+from fedgauge.client.models.vision import check_images
 from fedgauge.client.update import Batch, Params, relative_error
 
 TOGETHER = 256  # images in one forward pass

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -374,14 +375,12 @@ class Problems:
 
     def _distances(self, x: Tensor, y: Tensor, seen: ObservedUpdates, own: Variables) -> Tensor:
         if self.step is not None:
-            try:
-                if not self.checked and not examples_are_independent(self.known.model, self.params, x):
-                    raise Unsupported("the model mixes the examples of a batch")
-                self.checked = True
-                expected = self.step(self.known.model, self.params, x, y, self.likelihood.by_products)
-                return self._compare(seen, expected)
-            except Unsupported:
-                self._go("vmap")
+            with suppress(Unsupported):
+                if self.checked or examples_are_independent(self.known.model, self.params, x):
+                    self.checked = True
+                    expected = self.step(self.known.model, self.params, x, y, self.likelihood.by_products)
+                    return self._compare(seen, expected)
+            self._go("vmap")
         return self._generally(x, y, seen.formed(), own)
 
     def _generally(self, x: Tensor, y: Tensor, seen: Update, own: Variables) -> Tensor:

@@ -169,6 +169,6 @@ def _by_label(labels: Tensor, non_members: Tensor, non_member_labels: Tensor) ->
         same = non_members[:, non_member_labels == label]
         if same.shape[1] < LEAST_NON_MEMBERS:
             raise ValueError(
-                f"{2 * LEAST_NON_MEMBERS} public examples of label {label} are needed: raise [data] auxiliary"
+                f"{2 * LEAST_NON_MEMBERS} public examples of label {label} are needed: provide more public data ([data] auxiliary)"
             )
         yield labels == label, same

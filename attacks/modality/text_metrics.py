@@ -4,7 +4,6 @@ ROUGE (Lin, 2004) as F measure of decoded text, once without and once with the s
 are always known, and with them even random words score well. Padding never counts.
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from itertools import groupby
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.modality.image_metrics import Metric
+from fedgauge.client.models.libraries import import_library
 from fedgauge.client.models.tokenizer import Tokenizer
 from fedgauge.client.pairing import assigned
 
@@ -78,8 +78,4 @@ def _as_text(row: Tensor, tokenizer: Tokenizer, special: bool) -> str:
 
 @lru_cache(maxsize=1)
 def _scorer() -> Any:
-    try:
-        scorers: Any = importlib.import_module("rouge_score.rouge_scorer")
-    except ImportError as error:
-        raise ValueError("sentences are graded by the package rouge-score: pip install 'fedgauge[text]'") from error
-    return scorers.RougeScorer(list(ROUGE))
+    return import_library("rouge_score.rouge_scorer", "text").RougeScorer(list(ROUGE))

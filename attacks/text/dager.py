@@ -114,13 +114,13 @@ class dager(SentenceReader):
         for block, maps, positions in choices:
             try:
                 spans = self._span(verifier, block, maps, positions, rng)
-                if isinstance(spans, PartialSpan):
-                    raise Unreadable(f"the gradient of attention block {block + 1} spans only a part of its inputs")
-                return spans, block, positions
+                if not isinstance(spans, PartialSpan):
+                    return spans, block, positions
+                reasons.append(f"the gradient of attention block {block + 1} spans only a part of its inputs")
             except Unreadable as why:
-                reasons.append(why)
+                reasons.append(str(why))
         if verifier.known.batch_size > 1 or model.parts.layers[1].query.weight in verifier.update:
-            raise reasons[0]  # only one sentence has one word a position
+            raise Unreadable(reasons[0])  # only one sentence has one word a position
         return None, 1, length
 
 

@@ -80,10 +80,6 @@ class LanguageModel(nn.Module):
         found: Tensor = getattr(self.get_submodule(holder), leaf)
         return found
 
-    def embed(self, ids: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The word embeddings (..., width) of token ids, as `forward` takes them."""
-        return self.value(self.parts.word, params)[ids]
-
     def _freeze(self, freeze: Sequence[Freeze], biases: frozenset[str]) -> None:
         names = set(biases) if "biases" in freeze else set()
         names |= {self.parts.word} if "words" in freeze else set()

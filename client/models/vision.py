@@ -21,6 +21,12 @@ Activation = Literal["relu", "sigmoid", "tanh"]
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
 
 
+def check_images(shape: Shape) -> None:
+    """ValueError for examples that are not images."""
+    if len(shape) != 3:
+        raise ValueError(f"expected images (C, H, W), and the examples here have shape {tuple(shape)}")
+
+
 def mlp(
     shape: tuple[int, ...], classes: int, hidden: Sequence[Count] = (256,), activation: Activation = "relu"
 ) -> nn.Module:

@@ -228,7 +228,7 @@ class Run:
 def _fit(tensors: Mapping[str, Tensor]) -> bool:
     """Check the names, shapes and types of a reconstruction's tensors."""
     x, y, sure, example = (tensors.get(name) for name in ("x", "y", "confidence", "example"))
-    if y is not None and y.dim() < 2 and (y.dim() != 1 or y.is_floating_point() or not _within(y, 0)):
+    if y is not None and (not y.dim() or (y.dim() == 1 and not y.is_floating_point() and not _within(y, 0))):
         return False
     if x is None:
         return sure is None and example is None

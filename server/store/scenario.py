@@ -176,7 +176,7 @@ class Scenario:
             SpecError: the file is missing or wrong; the message names table, value and allowed values.
         """
         try:
-            tables = toml_text.parse(read(path, toml_text.MOST))
+            tables = dict(toml_text.parse(read(path, toml_text.MOST)))
             for setting in settings:
                 apply_setting(tables, setting)
             if rounds is not None:

@@ -102,11 +102,13 @@ def luck_bound(rate: float, expected: float, n: float) -> float:
     return exp(-n * (rate * log(rate / expected) + missed))
 
 
-def luck_of_hits(own: int, missed: int, rivals: int) -> float:
-    """Return the probability that one of `rivals` + 1 equally good guesses has so many hits of its own.
+def luck_of_hits(own: Rate, guess: Rate) -> float:
+    """Return the probability of so many own hits if a guess hits as often (Fisher's exact test).
 
-    Args:
-        own: number of examples that only it hits.
-        missed: number of examples that only rivals hit.
+    Example:
+        >>> luck_of_hits(Rate(2, 2), Rate(0, 2))  # doctest: +ELLIPSIS
+        0.1666...
     """
-    return float(bdtrc(own - 1, own + missed, 1 / (rivals + 1))) if own else 1.0
+    from scipy.stats import hypergeom
+
+    return float(hypergeom.sf(own.count - 1, own.n + guess.n, own.count + guess.count, own.n))

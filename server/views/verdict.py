@@ -10,7 +10,7 @@ import numpy as np
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.modality.registry import MEASURED, further_leaks
-from fedgauge.attacks.score_rows import WHOLE_BATCH
+from fedgauge.attacks.score_rows import WHOLE_BATCH, wrong_client
 from fedgauge.client.label_kinds import LabelKind
 from fedgauge.server.views.formatting import counted_words, decibel, in_unit, many, number, percent
 from fedgauge.server.views.intervals import LUCK, Ints, Rate, guessed_labels, luck_bound, luck_of_hits
@@ -40,9 +40,8 @@ class ExcessLeakage:
             several attacks; None below two clients.
         reached, floor: mean of attack and baseline in the main metric, over the examples that both have.
         identified: rate of identification; None if not graded.
-        identified_more_often: lower end of the interval of their difference; None below two clients.
-        identified_by_luck: probability that a guess as good as the baselines identifies as many examples that no baseline
-            identifies; 1 if not graded.
+        by_chance: rate at which the attack's reconstructions identify another client's examples; None below two clients.
+        identified_by_luck: probability of so many identified examples if a baseline identifies as often; 1 if unknown.
         exact: number of examples that came back whole: images at the cap of PSNR.
         exposed: number of examples too near for any guess: a tenth of the squared error of every baseline or less; of text,
             half of the scale above them.
@@ -58,7 +57,7 @@ class ExcessLeakage:
     reached: float
     floor: float
     identified: Rate | None
-    identified_more_often: float | None
+    by_chance: Rate | None
     identified_by_luck: float
     exact: int
     exposed: int
@@ -69,8 +68,12 @@ class ExcessLeakage:
     @property
     def leaks(self) -> bool:
         """True if the attack beats a guess on average, more often, or in some cases beyond luck."""
-        higher = any(low is not None and low > 0 for low in (self.low, self.identified_more_often))
-        return higher or self.identified_by_luck <= LUCK / self.attacks or self.exposed > 0
+        return self.closer or self.identified_by_luck <= LUCK / self.attacks
+
+    @property
+    def closer(self) -> bool:
+        """True if reconstructions are closer than a guess, on average or in some cases."""
+        return (self.low is not None and self.low > 0) or self.exposed > 0
 
 
 @dataclass(frozen=True)
@@ -127,16 +130,14 @@ def excesses(scores: Scores) -> list[ExcessLeakage]:
 
 
 def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifference, attacks: int) -> ExcessLeakage:
-    own, hits, more_often = main.of_attack(attack), identified.of_attack(attack), paired(identified, attack)
+    own, hits = main.of_attack(attack), identified.of_attack(attack)
     keys, sign = own.example_keys(), main.measure.sign
     highest = np.fmax.reduce(
         [sign * values_of(main.of_attack(b), keys) for b in rivals_of(main, attack)]
     )  # NaN: none graded
     hit = values_of(hits, keys)
-    guesses = np.stack([values_of(identified.of_attack(b), keys) for b in rivals_of(main, attack)])
-    rivals, guessed = (~np.isnan(guesses)).sum(0), (guesses == 1).any(0)
-    graded = (rivals > 0) & ~np.isnan(hit)
-    alone, missed = (hit == 1) & ~guessed & graded, (hit == 0) & guessed & graded
+    rate, by_chance = _rate_of(hits), _rate_of(identified.of_attack(wrong_client(attack)))
+    guesses = [guess for b in rivals_of(main, attack) if (guess := _rate_of(identified.of_attack(b)))]
     low, high = gain.interval(attacks) or (None, None)
     return ExcessLeakage(
         attack=attack,
@@ -146,11 +147,9 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
         high=high,
         reached=float(gain.own.mean()),
         floor=float(gain.floor.mean()),
-        identified=_rate_of(hits),
-        identified_more_often=(more_often and more_often.interval(attacks) or (None,))[0],
-        identified_by_luck=luck_of_hits(
-            int(alone.sum()), int(missed.sum()), int(rivals[graded].min(initial=len(guesses)))
-        ),
+        identified=rate,
+        by_chance=by_chance,
+        identified_by_luck=max(luck_of_hits(rate, guess) for guess in guesses) if rate and by_chance else 1.0,
         exact=sum(map(main.measure.came_back_whole, own.value.tolist())),
         exposed=int(((sign * own.value >= highest + main.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
@@ -207,8 +206,11 @@ def _of_examples(reading: RunSnapshot) -> Verdict:
     assert strongest is not None
     numbers = "; ".join(_numbers(reading, strongest)) + (f"; {labels}" if labels and not read_off else "")
     doubt = doubts(reading, "examples")
-    if strongest.leaks:
+    if strongest.closer:
         word, words = "leaks", f"{subject} {by.private}s leak: {numbers}."
+    elif strongest.leaks:
+        how = "reconstructions identify more of them than by chance, but are not shown to be closer than a guess"
+        word, words = "leaks", f"{subject} {by.private}s leak in part: {how}: {numbers}."
     elif doubt or strongest.clusters < 2:
         why = doubt or f"the {by.private}s of one client are too few to distinguish a leak from luck"
         words = f"Nothing can be said about reconstruction: {why}: {numbers}."
@@ -232,7 +234,8 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
         yield f"{e.exact} of them {'comes' if e.exact == 1 else 'come'} back exactly"
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
-        yield f"{e.identified} {by.private}s are identified{beyond}"
+        chance = f" (by chance, among another client's: {e.by_chance})" if e.by_chance else ""
+        yield f"{e.identified} {by.private}s are identified{chance}{beyond}"
     elif e.exposed:
         yield f"{e.exposed} of them {'is' if e.exposed == 1 else 'are'} reconstructed {by.beyond}"
     if limit is not None:

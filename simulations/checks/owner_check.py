@@ -13,7 +13,7 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import describe
 from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.score_rows import WRONG_CLIENT
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import errors_in
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
@@ -113,12 +113,10 @@ def _line(text: str) -> str:
 
 def _events(owner: OwnerConfig) -> Sequence[Event]:
     log = ClientFolder(owner.state).log
-    try:
-        return [json.loads(line) for line in read_file(log, MOST_BYTES).decode(errors="replace").splitlines()]
-    except FileNotFoundError:
+    if not log.exists():
         return ()
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{log} cannot be read: {error}") from error
+    with errors_in(log, OSError, ValueError):
+        return [json.loads(line) for line in read_file(log, MOST_BYTES).decode(errors="replace").splitlines()]
 
 
 def privacy(owner: OwnerConfig) -> PrivacyStatement | None:
@@ -127,11 +125,9 @@ def privacy(owner: OwnerConfig) -> PrivacyStatement | None:
     made = [event for event in _events(owner) if event["event"] in ("sent", "withheld")]
     if protocol is None:
         return None
-    try:
+    with errors_in(f"{owner.state}: the last protocol cannot be used", RequestRefused, ValueError):
         # the loss does not depend on canaries
         own = DeployedClient.of(replace(owner, canary=False), replace(ServerTerms.parse(protocol), canaries=0))
-    except (RequestRefused, ValueError) as error:
-        raise SpecError(f"{owner.state}: the last protocol cannot be used: {error}") from error
     today = json.loads(json.dumps(own.terms))
     if any(event.get("terms", today) != today for event in made):
         words = "no epsilon is known, as some updates were made under another chain, batch size, sampling or share of the data"

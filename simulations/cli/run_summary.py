@@ -1,6 +1,7 @@
 """The end of `fedgauge run` and `fedgauge audit`: print scores, the verdict, notices and the report."""
 
 import sys
+from itertools import islice
 
 from rich.console import Console
 
@@ -55,26 +56,31 @@ def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
     if table.rows:
         console.print(rich_table(table))
     verdict = verdict_of(reading).sentences if ledger.attacks() or not table.rows else ()
-    for text in verdict:
-        _print_line(console, text, "bold")
+    said = "\n".join(verdict)
+    if said:
+        _print_line(console, said, "bold")
     if reading.scores.left_ungraded and (reason := ungraded_reason(reading)):
         _print_line(console, f"reconstructions without a grade, which the report shows: {reason}")
     if meta.get("replay") == "ok":
         _print_line(console, f"replay check: {meta['replay_detail']}")
     effects = server_attack_effects(reading)
-    reasons = [row for row in ledger.reasons() if not any(row["reason"] in text for text in verdict)]
+    reasons: dict[str, list[str]] = {}
+    for row in ledger.reasons():
+        if row["reason"] not in said:
+            reasons.setdefault(row["reason"], []).append(f"{row['attack']} ({row['jobs']} x)")
     for text in (
         canaries(reading),
         *(f"malicious server, {name}: {effect}" for name, effect in effects.items()),
         attacked_on(ledger),
         _clients(ledger),
         _grading(ledger),
-        *(f"{row['attack']} ({row['jobs']} x): {row['reason']}" for row in reasons[:MOST_REASONS]),
+        *islice((f"{', '.join(attacks)}: {reason}" for reason, attacks in reasons.items()), MOST_REASONS),
     ):
         if text:
             _print_line(console, text)
     for text in noted:
-        _print_line(console, text, "yellow")
+        if text[1:-1] not in said:
+            _print_line(console, text, "yellow")
 
 
 def _print_line(console: Console, text: str, style: str | None = None) -> None:

@@ -32,8 +32,8 @@ class Cell:
 
     name: str
     place: Mapping[str, Table]
-    table: dict[str, Any]
-    attacks: list[dict[str, Any]]
+    table: Table
+    attacks: Sequence[Table]
 
 
 def read(path: Path, make: Callable[[Table], Experiment]) -> Experiment:
@@ -81,6 +81,11 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
     for i, (_, rest) in enumerate(wheres, 1):
         _check_keys(rest, ("attacks", *keys), f"[[where]] #{i}")
     template = coerce(tables.get("cell_name", " ".join(f"{{{axis}}}" for axis in axes)), str, "cell_name")
+    references = [
+        (pattern, attack, {"paper": coerce(figures, dict, f"[reference] {pattern!r}, {attack!r}")})
+        for pattern, by_attack in coerce(tables.get("reference", {}), dict, "[reference]").items()
+        for attack, figures in coerce(by_attack, dict, f"[reference] {pattern!r}").items()
+    ]
     cells = []
     for chosen_entries in product(*axes.values()):
         place = dict(zip(axes, chosen_entries, strict=True))
@@ -93,10 +98,11 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
         except (LookupError, ValueError, AttributeError) as error:
             raise SpecError(f"cell_name: {template!r} names what is no axis (there are: {', '.join(axes)})") from error
         table = layered([{k: v for k, v in layer.items() if k in keys} for layer in layers], joined, f"cell {name}")
-        cells.append(Cell(name, place, table, _attacks(name, layers, on_it)))
-    for pattern, by_attack in coerce(tables.get("reference", {}), dict, "[reference]").items():
-        for attack, figures in coerce(by_attack, dict, f"[reference] {pattern!r}").items():
-            _refer(cells, pattern, attack, coerce(figures, dict, f"[reference] {pattern!r}, {attack!r}"))
+        cells.append(Cell(name, place, table, _attacks(name, layers, on_it, references)))
+    made = [(cell.name, str(attack_name(attack))) for cell in cells for attack in cell.attacks]
+    for pattern, attack, _ in references:
+        if not any(fnmatchcase(cell, pattern) and fnmatchcase(called, attack) for cell, called in made):
+            raise SpecError(f"[reference] names {pattern!r}, {attack!r}: no cell of the grid has such an attack")
     return cells
 
 
@@ -106,7 +112,7 @@ def tables_of(tables: Table, key: str) -> list[Table]:
     return [coerce(table, dict, f"[[{key}]] #{i}") for i, table in enumerate(listed, 1)]
 
 
-def layered(layers: Iterable[Table], joined: Collection[str], where: str) -> dict[str, Any]:
+def layered(layers: Iterable[Table], joined: Collection[str], where: str) -> Table:
     """One table of several: a later one replaces the keys of earlier ones, but tables under joined keys are joined."""
     result: dict[str, Any] = {}
     for layer in layers:
@@ -134,13 +140,16 @@ def _is_in(place: Mapping[str, str], chosen: Names) -> bool:
     return all(place[axis] in names for axis, names in chosen.items())
 
 
-def _attacks(name: str, layers: Sequence[Table], attacks: Sequence[Table]) -> list[dict[str, Any]]:
-    """The attacks of a cell, with the defaults at the top and the changes of the other layers."""
+def _attacks(
+    name: str, layers: Sequence[Table], attacks: Sequence[Table], references: Sequence[tuple[str, str, Table]]
+) -> Sequence[Table]:
+    """The attacks of a cell, with the defaults at the top, the changes of the other layers and the paper's figures."""
     defaults, *changes = [coerce(layer.get("attacks", {}), dict, f"cell {name}: attacks") for layer in layers]
     made = []
     for attack in attacks:
         called = str(attack_name(attack))
         parts = [*_matching(defaults, called), attack, *(c for change in changes for c in _matching(change, called))]
+        parts += [paper for cell, one, paper in references if fnmatchcase(name, cell) and fnmatchcase(called, one)]
         made.append(layered(parts, ("paper",), f"cell {name}, attack {called}"))
     return made
 
@@ -149,14 +158,3 @@ def _matching(by_name: Table, name: str) -> list[Table]:
     """Return the values with this name, or a pattern of it, as key."""
     matching = {pattern: value for pattern, value in by_name.items() if fnmatchcase(name, pattern)}
     return [coerce(value, dict, f"attacks: {pattern}") for pattern, value in matching.items()]
-
-
-def _refer(cells: Sequence[Cell], pattern: str, attack: str, figures: Table) -> None:
-    """Give the paper's figures to the cells and attacks that [reference] names."""
-    named = [
-        a for c in cells if fnmatchcase(c.name, pattern) for a in c.attacks if fnmatchcase(str(attack_name(a)), attack)
-    ]
-    if not named:
-        raise SpecError(f"[reference] names {pattern!r}, {attack!r}: no cell of the grid has such an attack")
-    for table in named:
-        table["paper"] = {**table.get("paper", {}), **figures}

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from rich.console import Console
 from rich.text import Text
 
-from fedgauge.client.components import SpecError, coerce
+from fedgauge.client.components import SpecError, coerce, errors_in
 from fedgauge.client.files import read_file, replacing
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import finite
@@ -97,12 +97,10 @@ def rows_of(kept: Mapping[str, Any], kind: type[Row], name: str) -> list[Row]:
         SpecError: one is of another kind.
     """
     kinds = get_type_hints(kind)
-    try:
+    with errors_in(f"{name} holds a row of another kind", *UNREADABLE):
         return [
             kind(**{key: coerce(value, kinds.get(key, Any), key) for key, value in r.items()}) for r in kept["rows"]
         ]
-    except UNREADABLE as error:
-        raise SpecError(f"{name} holds a row of another kind: {str(error):.200}") from error
 
 
 def head_of(paper_table: PaperTable) -> Mapping[str, Any]:

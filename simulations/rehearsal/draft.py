@@ -14,11 +14,9 @@ import torch
 from torch import nn
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.effort import attacks_by_effort
 from fedgauge.attacks.problem import Problem
 from fedgauge.client.components import SpecError
 from fedgauge.client.data_folder import read_npz
-from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
@@ -132,26 +130,26 @@ def check_attackable(
             "network", f"no torch network was trained in this process{seen}",
             "gradients of other frameworks, trees and trainings in other processes cannot be inverted here",
         )  # fmt: skip
+    elif first["outside"] and not (form and form.next_token):
+        why = f"is trained with {first['outside']} parameters outside of it"
+        if "turns" in first["notes"]:
+            why = "is one of several networks that are trained by turns, as in a GAN"
+        draft.refuse(
+            "networks", why, "attacks invert the training of one module that holds all that is trained", network
+        )
     elif "inputs" in first["notes"] or x is None:
         seen = first["notes"].get("inputs", "inputs have different shapes")
         draft.refuse("inputs", seen, "one tensor of images, rows or token ids is needed")
-    elif form is None and np.issubdtype(x.dtype, np.integer):
-        remedy = "token ids are attacked in networks of the package transformers (BERT, GPT-2, Llama and their like)"
-        draft.refuse("inputs", f"takes {x.dtype} of shape {x.shape[1:]}", remedy, network)
     elif form is None:
-        draft.refuse(
-            "inputs", f"takes {x.dtype} of shape {x.shape[1:]}", "such inputs have no attack here yet", network
-        )
+        words = "token ids are attacked in networks of the package transformers (BERT, GPT-2, Llama and their like)"
+        remedy = words if np.issubdtype(x.dtype, np.integer) else "such inputs have no attack here yet"
+        draft.refuse("inputs", f"takes {x.dtype} of shape {x.shape[1:]}", remedy, network)
     elif form.language and (kind := (form.language["adapter"] or {}).get("kind")):
         draft.refuse("adapter", f"is adapted by {kind}", "LoRA is attacked here", network)
     elif not form.next_token:
-        if first["outside"]:
-            why = f"is trained with {first['outside']} parameters outside of it"
-            draft.refuse("networks", why, "let one module hold all that is trained, and call it", network)
-        elif isinstance(target := target_of(first, y), Problem):
-            draft.refuse(target.code, target.why, target.remedy, network)
-        else:
+        if not isinstance(target := target_of(first, y), Problem):
             return target
+        draft.refuse(target.code, target.why, target.remedy, network)
     return None
 
 
@@ -191,10 +189,11 @@ def write_draft(
         draft.add("[data]", "outputs of the network", classes=target.classes)
     draft.add("[model]", "the network's mode in training", mode=first["mode"])
     _loss(draft, first, target)
+    frozen = [f"net.{name}" for name in first["frozen"]] if form.language else first["frozen"]
     if form.language and form.language["adapter"]:
+        frozen = []
         draft.add("[[model.adapter]]", "peft's adapter", use="lora", **form.language["adapter"])
-    elif first["frozen"]:
-        frozen = [f"net.{name}" for name in first["frozen"]] if form.language else first["frozen"]
+    elif frozen:
         draft.add("[[chain]]", "parameters that no optimizer updates", use="freeze", layers=frozen)
         if not form.language:
             draft.add("[model]", "values of frozen parameters", weights=str(files / WEIGHTS))
@@ -209,8 +208,11 @@ def write_draft(
         )
         passes = 1 if whole else len(sizes)
         steps = [PLAIN | {"passes": passes}] * (len(sizes) // passes)
-    scale = 1.0 if form.language or not first["steps"] else _scale(draft, first, steps[0]["passes"])
+    measured = not form.language and first["steps"] and steps[0]["optimizer"] in OPTIMIZERS
+    scale = _scale(draft, first, steps[0]["passes"]) if measured else 1.0
     _training(draft, sizes, steps, n, epochs, reordered, scale, first["proximal_mu"])
+    if frozen and any(line.key == "weight_decay" for line in draft.lines):
+        draft.add("[[chain]]", "nor does weight decay change them", use="freeze", layers=frozen)
     draft.add("[audit]", "attacks that fit, in minutes", effort="quick", executor="local")
     if observed.mods:
         draft.note("mods", f"uploads pass through {', '.join(observed.mods)}, which the draft leaves out")
@@ -370,11 +372,10 @@ def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, Any]:
     """Return the schedule of the rate over a round's steps."""
     if all(math.isclose(rate, rates[0]) for rate in rates):
         return {}
-    cosine = [rates[0] * (1 + math.cos(math.pi * k / len(rates))) / 2 for k in range(len(rates))]
-    if np.allclose(rates, cosine, rtol=1e-4):
-        return {"schedule": "cosine"}
-    if np.allclose(rates, [rates[0] * (1 - k / len(rates)) for k in range(len(rates))], rtol=1e-4):
-        return {"schedule": "linear"}
+    passed = np.arange(len(rates)) / len(rates)
+    for name, factors in {"cosine": (1 + np.cos(np.pi * passed)) / 2, "linear": 1 - passed}.items():
+        if np.allclose(rates, rates[0] * factors, rtol=1e-4):
+            return {"schedule": name}
     size = next(k for k, rate in enumerate(rates) if not math.isclose(rate, rates[0]))
     gamma = rates[size] / rates[0]
     if np.allclose(rates, [rates[0] * gamma ** (k // size) for k in range(len(rates))], rtol=1e-4):
@@ -427,21 +428,6 @@ def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -
     """Attack one round's updates of some clients."""
     draft.replace("[audit]", "clients", list(clients))
     draft.add("[audit]", origin, rounds=[round])
-
-
-def only_first_round(draft: Draft, round: int) -> None:
-    """Attack the first round only, as later ones train otherwise."""
-    draft.add("[audit]", "later rounds train otherwise", rounds=[round])
-    why = f"later rounds train otherwise (SCAFFOLD's correction, another rate, other examples); only round {round} is attacked"
-    draft.note("rounds", why, "describe them in [[chain]], then change [audit] to attack more")
-
-
-def cut_searches(draft: Draft, federation: Federation, iterations: int) -> None:
-    """Name the quick attacks, with fewer iterations of each search."""
-    draft.lines = [line for line in draft.lines if line[:2] != ("[audit]", "effort")]
-    for table in attacks_by_effort("quick", federation):
-        fewer = {"iterations": iterations} if "iterations" in table else {}
-        draft.add("[[attack]]", 'the attacks of effort = "quick"', **{**table, **fewer})
 
 
 def say_what_differs(

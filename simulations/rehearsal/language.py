@@ -1,7 +1,7 @@
 """Save the language model that an app trains, with its tokenizer, as the networks `encoder` and `decoder` read them."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from fedgauge.server.store import run_files
 from fedgauge.simulations.rehearsal.observer import Training, unwrapped
 
 
-def save_language(trained: Sequence[Training], folder: Path) -> dict[str, Any] | None:
+def save_language(trained: Sequence[Training], folder: Path) -> Mapping[str, Any] | None:
     """Save the trained network of the package transformers; None if there is none that reads token ids.
 
     Returns:
@@ -54,7 +54,7 @@ def _tokenizer(found: Sequence[Any], pad: int) -> Any:
     return next((t for t, padding in zip(found, own, strict=True) if padding == pad and t.is_fast), None)
 
 
-def _numbers(size: int, pad: int, ids: Sequence[Tensor]) -> dict[str, Any]:
+def _numbers(size: int, pad: int, ids: Sequence[Tensor]) -> Mapping[str, Any]:
     """Return the settings of a tokenizer that writes ids as numbers."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -67,7 +67,7 @@ def _numbers(size: int, pad: int, ids: Sequence[Tensor]) -> dict[str, Any]:
     return {"tokenizer_object": words, "pad_token": str(pad), "unk_token": str(pad), **frame}
 
 
-def _adapter(network: Any, base: nn.Module) -> dict[str, Any]:
+def _adapter(network: Any, base: nn.Module) -> Mapping[str, Any]:
     """Return the settings of `lora` for an adapted network; without a rank for another kind of adapter."""
     modules = dict(base.named_modules())
     layers = {name: m for name, m in modules.items() if "default" in getattr(m, "lora_A", {})}

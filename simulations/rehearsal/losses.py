@@ -48,11 +48,6 @@ class Target:
     reads_input: bool = False
     left_out: Sequence[str] = ()
 
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """Return the packages that the scenario's loss comes from."""
-        return ("torch",) if ":" in self.loss.get("use", "") else ()
-
     def labels(self, y: np.ndarray) -> np.ndarray:
         """Return observed labels as the scenario's data has them: classes (N,), findings or numbers (N, K) or (N,), masks."""
         if self.reads_input:
@@ -82,7 +77,8 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
     known = [name for name in losses if name in OWN or name in OF_TORCH]
     if not known:
         seen = ", ".join(losses) or "none of torch's losses"
-        return Problem("loss", network, f"clients minimise {seen}", "name a loss of (logits, labels) as [loss] use")
+        remedy = "name a loss of (logits, labels) as [loss] use in an audit.toml, and record the app by tap"
+        return Problem("loss", "", f"clients minimise {seen}", remedy)
     if "output" in notes or "values" in notes:
         remedy = "only a network that returns one tensor, used directly by the loss, can be attacked"
         return Problem("output", network, notes.get("output") or notes["values"], remedy)
@@ -92,6 +88,9 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
     classes = np.issubdtype(y.dtype, np.integer) and y.ndim == 1
     remedy = "one class, or one number for each output, is needed for an example"
     masks = [len(y), *first["output"][2:]] == list(y.shape) and name in OF_CLASSES
+    if name in OF_CLASSES and (y == (ignored := losses[name].get("ignore_index", -100))).any():
+        why = f"{name} ignores labels of {ignored}, which no attack restores"
+        return Problem("labels", network, why, "train on examples whose labels all count")
     if classes and (len(first["output"]) != 2 or y.min() < 0 or name not in OF_CLASSES):
         return Problem("labels", network, f"{name} compares classes {y.shape} with {tuple(first['output'])}", remedy)
     if not classes and not masks and (y.size != len(y) * outputs or not np.issubdtype(y.dtype, np.floating)):

@@ -188,7 +188,7 @@ class Training:
         if self.output and of.numel() != math.prod(self.output):
             seen, output = tuple(of.shape), tuple(self.output)
             self.notes["values"] = f"returns shape {output}, and {name} reads values of shape {seen}"
-        if self.y and self.y[-1] is None:
+        if self.y and self.y[-1] is None and name != "kl_div":  # which compares with another network's output
             self.y[-1] = target.detach().clone()
         terms = 1 if options.get("reduction", "mean") == "mean" else len(of) if name in OF_CLASSES else of.numel()
         self.means.append(float(value.detach().sum()) / terms)
@@ -205,7 +205,10 @@ class Training:
             {k: v for k, v in group.items() if isinstance(v, bool | int | float | tuple | list) and k != "params"}
             for group in optimizer.param_groups
         ]
-        self.trained |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if self.trained and not moved & self.trained:
+            self.notes["turns"] = "several optimizers train different parameters by turns"
+        self.trained |= moved
         self.steps.append(Step(type(optimizer).__name__, groups, len(self.x), self.max_norm))
         self.max_norm = None
 
@@ -273,7 +276,7 @@ class Observer:
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             now = self._now
             if now is None or _transforms():
-                if now is not None:
+                if now is not None and now.network is None:
                     now.notes["func"] = "torch.func computes gradients, and is not observed"
                 return call(module, *args, **kwargs)
             now.depth += 1

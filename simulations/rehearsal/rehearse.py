@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.text import Text
 from torch import Tensor
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.effort import ITERATIONS
+from fedgauge.attacks.effort import ITERATIONS, attacks_by_effort
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, users_errors
@@ -30,15 +29,14 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape_source import UploadMismatch, names_of, read_observation, replies_of
+from fedgauge.server.views.formatting import many
 from fedgauge.simulations.rehearsal.draft import (
     LIBRARIES,
     Draft,
     Observed,
     attack_some,
     check_attackable,
-    cut_searches,
     keep_layers,
-    only_first_round,
     say_what_differs,
     with_network,
     write_draft,
@@ -47,16 +45,18 @@ from fedgauge.simulations.rehearsal.examples import Form, form_of
 from fedgauge.simulations.rehearsal.flower_app import FlowerApp, Settings, importing
 from fedgauge.simulations.rehearsal.losses import Target
 from fedgauge.simulations.rehearsal.train import OBSERVED
-from fedgauge.simulations.run.create import prepare_app
+from fedgauge.simulations.run.create import free_folder, prepare_app
 from fedgauge.simulations.run.launch import OwnProcess
 
 SEVERAL = 0.03  # CPU seconds for all attacked updates once; above, fewer are attacked: a search computes each hundreds of times
+CONTROLLED = 2  # clients, of which the other is the control of each: how much is right by chance
 SLOW = 0.1  # for a single update, above which a search has fewer iterations
 LEAST = 10  # iterations of a search
 EXACT = 1e-4  # relative error that rounding during training explains
 STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
 ROUNDING = 1e-6  # relative difference of a fitted rate
 MOST_TRIES = 8  # to fit a rate
+PATIENCE = 30  # seconds until the app's last line is printed, and again each time that this doubles
 MOST_OBSERVED = 1 << 26  # bytes of observed.json
 Kind = tuple[Form, Target | None]  # of examples and their labels
 
@@ -86,14 +86,18 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
     """
     folder = folder.resolve()
     FlowerApp.read(folder, settings)  # refused before a process starts
-    run = Run.create(_new_folder(runs, folder.name), "# drafted after the app's training\n")
+    run = Run.create(free_folder(f"app-{folder.name}", runs), "# drafted after the app's training\n")
     plan = {"folder": str(folder), "settings": dict(settings), "clients": clients + STRANGERS}
     try:
         command = ("fedgauge.simulations.rehearsal.train", str(run.folder.absolute()), json.dumps(plan))
         process = OwnProcess(run, "app.log", *command, ray=False)
+        began, patience = time.monotonic(), PATIENCE
         with closing(process), console.status("the app trains") as shown:
             while process.status() is None:
                 shown.update(Text(f"the app trains: {process.last_line()}", no_wrap=True, overflow="ellipsis"))
+                if time.monotonic() - began > patience:
+                    console.print(f"the app still runs after {patience} s; its last line: {process.last_line()}")
+                    patience *= 2
                 time.sleep(0.1)
         if process.status() != 0 or run_files.look(run.folder / OBSERVED) is None:
             raise SpecError(process.blame(f"{folder}: the app ended its process"))
@@ -150,7 +154,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
     built = () if form.language else first["built"]
     packages = tuple({call["module"].partition(".")[0]: None for call in built}.keys() - LIBRARIES)
-    packages += () if target is None else target.packages
+    packages += ("torch",) if target and ":" in target.loss.get("use", "") else ()  # whose losses are called by name
     with components.allowing(packages, importing(folder.resolve())), users_errors():
         scenario = with_network(draft, first, form)
         if scenario is None:
@@ -173,27 +177,33 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
             return refused
         n = scenario.federation.shards.batch_size
+        truths = run.folder / "truth"
+        if truth:
+            truths.mkdir(mode=0o700)
         for node in attacked if truth else ():
             trained = [row["round"] for row in rows if row["client"] == numbers[node]]
             for number, facts in zip(trained, observed.clients[node], strict=False):
-                _write_truth(run.folder / "truth", node, number, *(part[:n] for part in _examples(facts, form, target)))
+                x, y = (part[:n] for part in _examples(facts, form, target))
+                np.savez(truths / f"node-{node}-round-{number}.npz", x=x, y=y)
         fit = int(SEVERAL / max(seconds, 1e-9))  # updates
         if fit < len(attacked) * len(own) and not any(line.key == "rounds" and line.table for line in draft.lines):
-            some = sorted(numbers[node] for node in attacked)[: max(1, fit)]
+            some = sorted(numbers[node] for node in attacked)[: max(CONTROLLED, fit)]
             attack_some(draft, some, began, "updates take long to compute")
-            draft.note(
-                "cost", f"only round {began} of {len(some)} clients is attacked", "change [audit] to attack more"
-            )
+            why = f"only round {began} of {many(len(some), 'client')} is attacked"
+            draft.note("cost", why, "change [audit] to attack more")
         if seconds > SLOW:
             fewer = max(LEAST, round(ITERATIONS["quick"] * SLOW / seconds))
-            cut_searches(draft, scenario.federation, fewer)
+            draft.lines = [line for line in draft.lines if line[:2] != ("[audit]", "effort")]
+            for table in attacks_by_effort("quick", scenario.federation):
+                cut = {"iterations": fewer} if "iterations" in table else {}
+                draft.add("[[attack]]", 'the attacks of effort = "quick"', **{**table, **cut})
             draft.note(
                 "cost",
                 f"searches have {fewer} iterations",
                 'to search longer, set effort = "quick" and remove [[attack]]',
             )
         run_files.write(run.folder / "scenario.toml", draft.text().encode())
-        return Rehearsal(run, draft, run.folder / "truth", packages, proof)
+        return Rehearsal(run, draft, truths, packages, proof)
 
 
 def _never_sent(scenario: Scenario, first: Mapping[str, Any], came: Observation) -> list[str]:
@@ -240,7 +250,10 @@ def _proof(
             last = read_observation(run, ledger, scenario.federation, later[-1]["round"], client, later[-1]["digest"])
             alike = trained[-1]["sizes"] == trained[0]["sizes"]
             if not alike or not _compared(_computed(scenario, last, trained[-1], kind)[0], last, step)[2]:
-                only_first_round(draft, row["round"])
+                draft.add("[audit]", "later rounds train otherwise", rounds=[row["round"]])
+                why = "later rounds train otherwise (SCAFFOLD's correction, another rate, other examples)"
+                remedy = "describe them in [[chain]], then change [audit] to attack more"
+                draft.note("rounds", f"{why}; only round {row['round']} is attacked", remedy)
         exactly = f"exact to rounding (relative error {off:.1e})"
         return f"{where}, computed again from the observed examples: {exactly}", seconds
 
@@ -285,13 +298,3 @@ def _examples(facts: Mapping[str, Any], form: Form, target: Target | None) -> tu
     arrays = _arrays(facts)
     x = form.examples(arrays["x"])
     return x, form.labels(x) if target is None else target.labels(arrays["y"])
-
-
-def _write_truth(folder: Path, node: str, round: int, x: np.ndarray, y: np.ndarray) -> None:
-    folder.mkdir(exist_ok=True, mode=0o700)
-    np.savez(folder / f"node-{node}-round-{round}.npz", x=x, y=y)
-
-
-def _new_folder(runs: Path, name: str) -> Path:
-    stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-app-{name}"
-    return next(f for k in range(1, 10_000) if not (f := runs / (stem if k == 1 else f"{stem}-{k}")).exists())

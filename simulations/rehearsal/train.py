@@ -5,7 +5,6 @@ the inputs and labels of each pass.
 """
 
 import json
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from flwr.app import Context, RecordDict
 from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.server.app_recorder import AppRecorder
 from fedgauge.server.store import run_files
@@ -53,12 +53,13 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     if not grid.trained:
         return {"error": (grid.failed or ["the app asked no client to train"])[0]}
     language = save_language([seen for rounds in grid.trained.values() for seen in rounds], run.folder / "language")
-    clients = {
-        node: [
-            _facts(seen, language, run.folder / "observed", f"node-{node}-{k}.npz") for k, seen in enumerate(rounds, 1)
-        ]
-        for node, rounds in grid.trained.items()
-    }
+    clients: dict[int, list[dict[str, Any]]] = {}
+    for node, rounds in grid.trained.items():
+        steps = [
+            seen for seen in rounds if seen.network is not None
+        ] or rounds  # without messages that ask for statistics
+        names = (f"node-{node}-{k}.npz" for k in range(1, len(steps) + 1))
+        clients[node] = [_facts(*each, language, run.folder / "observed") for each in zip(steps, names, strict=True)]
     frameworks = [name for name in FRAMEWORKS if name in sys.modules]
     # Flower has no public name for an app's mods
     mods = [getattr(mod, "__name__", type(mod).__name__) for mod in getattr(client, "_mods", ())]
@@ -66,7 +67,7 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     return {"clients": clients, **own}
 
 
-def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, name: str) -> dict[str, Any]:
+def _facts(seen: Training, name: str, language: Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:
     """Return the facts of a training as JSON; inputs and labels in a separate file, sentences padded."""
     network = None if seen.network is None else unwrapped(seen.network)
     facts: dict[str, Any] = {
@@ -94,7 +95,9 @@ def _facts(seen: Training, language: Mapping[str, Any] | None, folder: Path, nam
         if seen.start and language is None:  # of some layers the values may never travel
             folder.mkdir(exist_ok=True, mode=0o700)
             run_files.write(folder / WEIGHTS, save(seen.start))
-        facts["mode"] = "train" if seen.modes[""] else "eval"
+        norms = any(isinstance(m, _BatchNorm) and m.training for m in network.modules())
+        drops = "dropout" in seen.notes and not norms and language is None  # which eval mode leaves out
+        facts["mode"] = "train" if seen.modes[""] and not drops else "eval"
     labels = [y for y in seen.y if y is not None]
     if language is not None and seen.x:
         most = max(x.shape[1] for x in seen.x)
@@ -115,13 +118,7 @@ def _alike(tensors: list[Tensor]) -> bool:
     return len({(t.shape[1:], t.dtype) for t in tensors if t.dim()}) == 1 and all(t.dim() for t in tensors)
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value)
-
-
 if __name__ == "__main__":
     opened = Run.open(Path(sys.argv[1]))
     found = observe(opened, json.loads(sys.argv[2]))
-    run_files.write(opened.folder / OBSERVED, json.dumps(found, default=_plain).encode())
+    run_files.write(opened.folder / OBSERVED, json.dumps(found, default=str).encode())

@@ -236,6 +236,57 @@ optimizer.add_param_group({"params": other.parameters()})
 nn.functional.cross_entropy(other(net(x)), y).backward()
 optimizer.step()"""
     },
+    "by_turns": {
+        "further": """class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.makes = nn.Sequential(nn.Linear(4, 64), nn.Tanh())
+        self.judges = nn.Sequential(nn.Flatten(), nn.Linear(64, 1))
+
+
+""",
+        "network": "Pair()",
+        "optimizer": "makes, judges = (torch.optim.Adam(part.parameters()) for part in (net.makes, net.judges))",
+        "train": """compare, yes, no = nn.BCEWithLogitsLoss(), torch.ones(len(x), 1), torch.zeros(len(x), 1)
+made = net.makes(torch.randn(len(x), 4))
+(compare(net.judges(x), yes) + compare(net.judges(made.detach()), no)).backward()
+judges.step()
+makes.zero_grad()
+compare(net.judges(made), yes).backward()
+makes.step()""",
+        "start": "Pair().state_dict()",
+    },
+    "distilled": {
+        "load": PLAIN["load"] + "\n    old = Net()\n    old.load_state_dict(net.state_dict())",
+        "train": """with torch.no_grad():
+    soft = old(x).softmax(1)
+logits = net(x)
+(nn.functional.kl_div(logits.log_softmax(1), soft) + nn.functional.cross_entropy(logits, y)).backward()
+optimizer.step()""",
+    },
+    "ignored": {
+        "train": """y[0] = -100
+nn.functional.cross_entropy(net(x), y).backward()
+optimizer.step()""",
+    },
+    "decayed": {
+        "network": "Net()\n    net.body.requires_grad_(False)",
+        "optimizer": """trained = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)""",
+    },
+    "dropped": {"norm": "nn.Dropout(0.2), "},
+    "compiled": {"train": PLAIN["train"].replace("net(x)", 'torch.compile(net, backend="eager")(x)')},
+    "counted": {
+        "further": """@client.train("count")
+def count(message, context):
+    return Message(RecordDict({"metrics": MetricRecord({"num-examples": 8})}), reply_to=message)
+
+
+""",
+        "server": """nodes = list(grid.get_node_ids())
+grid.send_and_receive([Message(RecordDict(), node, "train.count") for node in nodes])
+""" + PLAIN["server"],
+    },
     # ---------------------------------------------------------------------------------------------- the network
     "factory": {
         "further": "def get_model(width: int) -> nn.Module:\n    return Net(width)\n\n\n",

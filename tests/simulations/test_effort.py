@@ -14,6 +14,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.simulations.checks.attack_trial import check_attacks
+from tests.client.test_array_inputs import stored
 from tests.small_runs import scores_of
 
 LOCAL = {"use": "local_sgd", "rate": 0.1}
@@ -89,6 +90,15 @@ def test_the_choice_differs_where_the_attack_could_not_work() -> None:
         chosen["convolutions"]
     )
     assert "inverting_gradients" not in chosen["words"]
+
+
+def test_arrays_are_searched_tensor_by_tensor_too(tmp_path: Path) -> None:
+    arrays = {"use": "arrays", "path": stored(tmp_path, (1, 28, 28)), "batch_size": 1, "auxiliary": 50}
+    of_arrays, of_images = (
+        attacks_by_effort("standard", Scenario.from_tables(tables(data=data)).federation) for data in (arrays, ONE)
+    )
+    own = [table for table in of_arrays if table not in of_images]
+    assert own == [{"use": "dlg", "by_tensor": True, "iterations": 300}]
 
 
 def test_a_table_of_the_same_name_takes_the_place_of_the_efforts() -> None:

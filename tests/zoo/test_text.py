@@ -31,7 +31,10 @@ def test_words_and_their_embeddings_are_one_batch_also_where_sentences_are_padde
     for batch in case.batches:
         there = batch.x != case.model.pad
         assert not there.all(), "no sentence is padded"
-        by_words, by_embeddings = case.model(batch.x), case.model(case.model.embed(batch.x), there)
+        by_words, by_embeddings = (
+            case.model(batch.x),
+            case.model(case.model.value(case.model.parts.word)[batch.x], there),
+        )
         if network.task == "next_token":
             by_words, by_embeddings = by_words[there], by_embeddings[there]
         torch.testing.assert_close(by_words, by_embeddings, rtol=1e-9, atol=1e-12)

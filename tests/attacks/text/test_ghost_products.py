@@ -101,7 +101,7 @@ def true_guess(model: LanguageModel, batches: list[Batch]) -> SentenceGuess:
     y = torch.stack([b.y for b in batches])
     if model.task == "next_token":
         y = F.one_hot(ids, model.vocabulary).to(next(iter(params.values()))) * masks[..., None]
-    return SentenceGuess(model.embed(ids, params), y, masks, torch.arange(len(batches)))
+    return SentenceGuess(model.value(model.parts.word, params)[ids], y, masks, torch.arange(len(batches)))
 
 
 def plain(

@@ -106,7 +106,7 @@ def loss_of(model: LanguageModel) -> Callable[[Tensor, Tensor], Tensor]:
 def test_ids_and_their_embeddings_give_the_same_logits(model: LanguageModel, words: Tokenizer) -> None:
     ids = ids_of(model, words)
     exists = ids != model.pad
-    a, b = model(ids), model(model.embed(ids), exists)
+    a, b = model(ids), model(model.value(model.parts.word)[ids], exists)
     if model.task == "next_token":
         a, b = a[exists], b[exists]
     torch.testing.assert_close(a, b)
@@ -195,7 +195,7 @@ def test_the_gradient_can_be_differentiated_by_the_embeddings(model: LanguageMod
         update = grad(lambda at: loss(functional_call(model, at, (x,)), y))(params)
         return torch.stack([(update[n] * directions[n]).sum() for n in update]).sum()
 
-    x = model.embed(ids).detach()
+    x = model.value(model.parts.word)[ids].detach()
     slope = grad(projected)(x)
     step = torch.randn(x.shape, generator=probe, dtype=x.dtype)
     numerical = (projected(x + 1e-5 * step) - projected(x - 1e-5 * step)) / 2e-5

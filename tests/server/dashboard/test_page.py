@@ -347,7 +347,7 @@ def test_a_deleted_run_is_reported(watched: Watched, folder: Path, tmp_path: Pat
 def hostile(tmp_path: Path, make_scenario: Callable[..., Scenario]) -> Run:
     """A run with markup wherever others can write."""
     run = Run.create(tmp_path / "runs" / "hostile", make_scenario(attack=[]))
-    plan = AttackPlan((PlannedAttack(HOSTILE, {"use": "mean_image", "x": HOSTILE}),))
+    plan = AttackPlan((PlannedAttack(HOSTILE, {"use": "analytic"}, auxiliary={HOSTILE: HOSTILE}),))
     with run.ledger() as ledger:
         ledger.add_attacks(plan, {HOSTILE: f"honest; {HOSTILE}"})
         ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)

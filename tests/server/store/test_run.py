@@ -134,6 +134,11 @@ def test_reconstructions_are_kept_by_round_client_and_attack(run: Run) -> None:
         run.read_reconstruction(3, 13, "dlg")
 
 
+def test_a_label_may_be_one_number_of_a_regression(run: Run) -> None:
+    run.write_reconstruction(1, 0, "dlg", {"x": torch.rand(2, 1, 3, 3), "y": torch.tensor([0.5, -2.0])})
+    assert run.read_reconstruction(1, 0, "dlg")["y"].tolist() == [0.5, -2.0]
+
+
 def test_a_reconstruction_that_is_one_number_is_damaged(run: Run) -> None:
     run.write_reconstruction(1, 0, "dlg", {"x": torch.tensor(1.0), "confidence": torch.zeros(1, 2)})
     with pytest.raises(TapeError, match="damaged"):

@@ -100,7 +100,10 @@ def test_luck_is_never_less_probable_than_its_bound(n: int, expected: float, dat
     assert luck_bound(reached / n, expected, n) >= exact * (1 - 1e-9)
 
 
-def test_hits_that_no_other_guess_has_are_luck_as_on_paper() -> None:
-    assert luck_of_hits(3, 0, 3) == pytest.approx(1 / 64)
-    assert luck_of_hits(1, 1, 1) == pytest.approx(3 / 4)
-    assert luck_of_hits(0, 3, 3) == 1.0
+def test_the_luck_of_hits_is_fishers_exact_test() -> None:
+    assert luck_of_hits(Rate(4, 4), Rate(0, 4)) == pytest.approx(1 / 70)
+    assert luck_of_hits(Rate(1, 2), Rate(1, 2)) == pytest.approx(5 / 6)
+    assert luck_of_hits(Rate(0, 4), Rate(3, 4)) == 1.0
+    assert luck_of_hits(Rate(9, 12), Rate(5, 16)) == pytest.approx(
+        scipy.stats.fisher_exact([[9, 3], [5, 11]], alternative="greater").pvalue
+    )

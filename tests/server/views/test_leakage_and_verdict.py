@@ -373,6 +373,7 @@ NEAR: Values = {"psnr": [45.0, 9.0, 9.0, 9.0], "identified": [1.0, 0.0, 0.0, 0.0
 HALF: Values = {"psnr": [9.0] * 4, "identified": [1.0, 1.0, 0.0, 0.0]}
 TWENTY: Values = {"psnr": [9.0] * 20, "identified": [1.0] * 20}
 GUESSED: Values = {"psnr": [12.0] * 4, "identified": [1.0] * 4}
+OTHERS: dict[Cell, Values | None] = {(1, c, "wrong_client(matching)"): HALF for c in range(2)}  # of few public examples
 
 
 @pytest.mark.parametrize(
@@ -383,6 +384,16 @@ GUESSED: Values = {"psnr": [12.0] * 4, "identified": [1.0] * 4}
         pytest.param(quiet(**{f"c{c}": HALF for c in range(6)}), "leaks", 0, id="more than any baseline identifies"),
         pytest.param(quiet(3, 20, c0=TWENTY), "leaks", 0, id="those of one client of three"),
         pytest.param(quiet(1, c0=ALL), "leaks", 0, id="those of the only client"),
+        pytest.param(
+            quiet(2, c0=ALL, c1=HALF) | OTHERS, "not shown to leak", 0, id="hardly more than another client's"
+        ),
+        pytest.param(quiet(2, c0=ALL, c1=ALL) | OTHERS, "leaks", 0, id="more than another client's"),
+        pytest.param(
+            quiet(1, c0=ALL) | {(1, 0, "wrong_client(matching)"): None},
+            "undetermined",
+            0,
+            id="nobody says how many by chance",
+        ),
         # who identifies them without the update proves that luck does
         pytest.param(quiet(1, c0=ALL) | {(1, 0, "mean_image"): GUESSED}, "undetermined", 0, id="a guess does, too"),
         pytest.param(

@@ -75,7 +75,7 @@ def names(normal: str, full: str) -> list[Any]:
     names(
         "factory epochs multi_label",
         "plain accumulated closure library batch_norm rows deltas descents two_records own_loop own_strategy files weighted "
-        "one_logit prices segments autoencoder windows older",
+        "one_logit prices segments autoencoder windows older counted compiled decayed",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
@@ -107,6 +107,8 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
         pytest.param("private", "noise", False, marks=FULL),
         pytest.param("poisson", "batches noise", False, marks=FULL),
         pytest.param("modified", "mods", False, marks=FULL),
+        pytest.param("distilled", "loss", True, marks=FULL),
+        pytest.param("dropped", "dropout", False, marks=FULL),
     ],
 )
 def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: Path) -> None:
@@ -120,6 +122,8 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
     [
         pytest.param("views", "output", marks=FULL),
         pytest.param("two_networks", "networks", marks=FULL),
+        pytest.param("by_turns", "networks", marks=FULL),
+        pytest.param("ignored", "labels", marks=FULL),
         ("trees", "network"),
         pytest.param("functional", "network", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
