@@ -56,7 +56,7 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
         raise NotRestored(f"labels of several dimensions are not restored; {OPTIMISED}")
     dummies = Dummies(wave.params, known)
     other = not is_cross_entropy(known.loss) or type(kind) not in (LabelKind, Binary) or _ends_otherwise(known, dummies)
-    if other and not like_two_logits(known, outputs := dummies.outputs):
+    if other and not like_two_logits(known, outputs := outputs_of(*dummies.run)):
         noisy = known.chain.update_distribution != UpdateDistribution()
         if not known.chain.local.one_gradient or (known.batch_size > 1 and noisy):
             raise NotRestored(f"under this loss labels are restored from one gradient without noise; {OPTIMISED}")
@@ -74,7 +74,7 @@ def _ends_otherwise(known: Knowledge, dummies: "Dummies") -> bool:
         return False
     z = torch.linspace(-1, 1, known.classes, dtype=torch.float64)[None]
     try:
-        return not close(dummies.outputs(z).log_softmax(-1), z.log_softmax(-1))
+        return not close(outputs_of(*dummies.run)(z).log_softmax(-1), z.log_softmax(-1))
     except NotRestored:  # the published methods may still be near
         return False
 
@@ -236,8 +236,7 @@ def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
         weight, bias = torch.cat([-weight, weight]), None if bias is None else torch.cat([-bias, bias])
     if len(weight) != known.classes:
         raise NotRestored(
-            f"the network's last fully connected layer, {layer!r}, has {len(weight)} outputs for {known.classes} classes; "
-            f"{OPTIMISED}"
+            f"{layer!r}, the last fully connected layer, has {len(weight)} outputs for {known.classes} classes; {OPTIMISED}"
         )
     return weight, None if bias is None else -_exact(bias)
 
@@ -329,16 +328,10 @@ class Dummies:
     def passed(self) -> tuple[Tensor, Tensor]:
         """Features (N, D) in front of the classifier and predictions (N, classes)."""
         known, (call, logits) = self.known, self.run
-        features = _exact(call.input)
+        features, outs = _exact(call.input), _exact(call.output)
         if _is_pair(known):
-            outs = _exact(call.output)
             return features, torch.cat([-outs, outs], 1).mul(0.5).softmax(1)
         return _of_logits(features, known, self.params, _exact(logits)), _exact(logits).softmax(1)
-
-    @cached_property
-    def outputs(self) -> Outputs:
-        """The network's outputs as a function of its classifier's, in float64; NotRestored: of no form that is tried."""
-        return outputs_of(*self.run)
 
 
 def _restored(

@@ -241,9 +241,12 @@ def test_findings_of_several_examples_are_not_claimed_under_a_sum() -> None:
         restored(built({"use": f"{HERE}:findings"}, {"use": "dense"}, "sum_of_findings", batch_size=3))
 
 
-@pytest.mark.parametrize("loss", ["focal", "weighted", "total"])
-def test_classes_of_several_examples_are_restored_under_other_losses(loss: str) -> None:
-    found, truth = restored(built({"use": "mnist5k"}, {"use": "dense", "outputs": 10}, loss, batch_size=8))
+@pytest.mark.parametrize(
+    ("loss", "sigmoid"), [("focal", False), ("weighted", False), ("total", False), ("cross_entropy", True)]
+)
+def test_classes_of_several_examples_are_restored_under_other_losses(loss: str, sigmoid: bool) -> None:
+    model = {"use": "dense", "outputs": 10, "sigmoid": sigmoid}
+    found, truth = restored(built({"use": "mnist5k"}, model, loss, batch_size=8))
     rights = [LabelKind().scores(y, guess)["label_accuracy"] for y, guess in zip(truth, found, strict=True)]
     assert sum(rights) / 8 > 0.9
 
