@@ -320,8 +320,9 @@ class Dummies:
             x = known.auxiliary.x[:DUMMIES]
         else:
             x = torch.rand(DUMMIES, *known.shape, generator=torch.Generator().manual_seed(0))
-        x = known.normalise(x.to(next(iter(params.values())).device))
-        outputs, calls = called(known.model, params, x)
+        like = next(iter(params.values()))
+        x = x.to(like) if x.is_floating_point() else x.to(like.device)  # token ids stay numbers of words
+        outputs, calls = called(known.model, params, known.normalise(x))
         return next(call for call in calls if call.name == _classifier(known)), outputs
 
     @cached_property
