@@ -41,9 +41,10 @@ def outputs_of(last: LayerCall, result: Tensor) -> Outputs:
     """
     z, result = last.output.detach(), result.detach()
     if z.shape[:1] == result.shape[:1] and z.numel() == result.numel():
-        shares: list[Callable[[Tensor], Tensor]] = [partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1)]
-        scale = float((z.flatten() @ result.flatten()) / z.square().sum())
-        for activation in [*ACTIVATIONS.values(), *shares, partial(torch.mul, other=scale)]:
+        scaled = partial(torch.mul, other=float((z.flatten() @ result.flatten()) / z.square().sum()))
+        shares = partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1)
+        tried: list[Callable[[Tensor], Tensor]] = [*ACTIVATIONS.values(), *shares, scaled]
+        for activation in tried:
             if close(activation(z).view_as(result), result):
                 return lambda z: activation(z).view(len(z), *result.shape[1:])
     raise NotRestored(
