@@ -223,15 +223,15 @@ def own_line(error: BaseException) -> str:
 
 @contextmanager
 def errors_in(where: object, *kinds: type[Exception]) -> Iterator[None]:
-    """Begin an error's sentence with the file or table that it is in.
+    """Prefix an error's message with the file or table that it concerns.
 
     Raises:
         SpecError: for a SpecError, and for an error of these kinds.
     """
-    told: tuple[type[Exception], ...] = (SpecError, *kinds)
+    prefixed: tuple[type[Exception], ...] = (SpecError, *kinds)
     try:
         yield
-    except told as error:
+    except prefixed as error:
         raise SpecError(f"{where}: {getattr(error, 'strerror', None) or error}") from error
 
 

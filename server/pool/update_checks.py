@@ -32,7 +32,7 @@ NO_REPLAY = "not possible: the app's clients keep their data; they are taken to 
 
 
 def digest_of(protocol: Protocol) -> str:
-    """Return what tells one assumed training from another."""
+    """Return a digest that identifies the assumed training."""
     return sha256(protocol.to_json().encode()).hexdigest()
 
 

@@ -132,12 +132,11 @@ def excesses(scores: Scores) -> list[ExcessLeakage]:
 def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifference, attacks: int) -> ExcessLeakage:
     own, hits = main.of_attack(attack), identified.of_attack(attack)
     keys, sign = own.example_keys(), main.measure.sign
-    highest = np.fmax.reduce(
-        [sign * values_of(main.of_attack(b), keys) for b in rivals_of(main, attack)]
-    )  # NaN: none graded
+    rivals = rivals_of(main, attack)
+    highest = np.fmax.reduce([sign * values_of(main.of_attack(b), keys) for b in rivals])  # NaN: none graded
     hit = values_of(hits, keys)
     rate, by_chance = _rate_of(hits), _rate_of(identified.of_attack(wrong_client(attack)))
-    guesses = [guess for b in rivals_of(main, attack) if (guess := _rate_of(identified.of_attack(b)))]
+    guesses = [guess for b in rivals if (guess := _rate_of(identified.of_attack(b)))]
     low, high = gain.interval(attacks) or (None, None)
     return ExcessLeakage(
         attack=attack,
