@@ -126,6 +126,8 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
     some = len(values) > 0
     if some and MEASURED[metric].rate:
         low, high = Rate(int(np.rint(np.clip(values, 0, 1).sum())), len(values)).interval
+    if high is not None and (cap := MEASURED[metric].cap) is not None:
+        high = min(high, cap)
     attack = part.attacks[part.attack[0]]
     return Leak(
         attack=attack,

@@ -231,7 +231,7 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
     yield f"its best baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
     if e.exact:
-        yield f"{e.exact} of them {'comes' if e.exact == 1 else 'come'} back exactly"
+        yield f"{e.exact} of them {'comes' if e.exact == 1 else 'come'} back {by.whole_as}"
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         chance = f" (by chance, among another client's: {e.by_chance})" if e.by_chance else ""

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgauge.attacks.base import Role
+from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
 from fedgauge.client.label_kinds import SCORED
@@ -200,6 +202,16 @@ def test_scores_in_pieces_are_the_scores_at_once(keys: list[tuple[int, int, str,
     for field in fields(Scores):
         assert np.array_equal(getattr(whole, field.name), getattr(pieces, field.name)), field.name
     assert [whole.attacks[a] for a in whole.attack] == [a for _, _, a, _ in sorted(keys)]
+
+
+def test_no_interval_exceeds_the_cap_of_a_mean(ledger: Ledger) -> None:
+    score(ledger, {(1, 0, "matching"): {"psnr": [60.0, 60.0]}, (1, 1, "matching"): {"psnr": [20.0, 20.0]}})
+    pooled = one(leaks(ledger, "psnr"), "matching", None)
+    assert (pooled.mean, pooled.high) == (40.0, 60.0)
+
+
+def test_rows_come_back_within_a_tolerance_and_images_exactly() -> None:
+    assert "tolerance" in RowModality.main.whole_as and ImageModality.main.whole_as == "exactly"
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -492,7 +504,7 @@ def test_labels_leak_even_if_the_images_are_undetermined(tmp_path: Path) -> None
 def test_one_client_gives_no_interval(tmp_path: Path) -> None:
     verdict = judged(tmp_path, drawn(0, gain=3.0, clients=1, chance=0.0))
     e = verdict.strongest
-    assert e is not None and (e.low, e.identified_more_often, e.clusters) == (None, None, 1)
+    assert e is not None and (e.low, e.identified_by_luck, e.clusters) == (None, 1.0, 1)
     assert verdict.reconstruction == "undetermined" and "too few" in verdict.sentence
 
 
