@@ -46,7 +46,9 @@ def outputs_of(known: Knowledge, params: Params, layer: str) -> Outputs:
         if known.auxiliary is None
         else known.auxiliary.x[:TRIED]
     )
-    result, calls = called(known.model, params, known.normalise(x.to(next(iter(params.values())))))
+    like = next(iter(params.values()))
+    x = x.to(like) if x.is_floating_point() else x.to(like.device)  # token ids stay numbers of words
+    result, calls = called(known.model, params, known.normalise(x))
     last = [call for call in calls if call.name == layer][-1]
     if last.output.shape[:1] == result.shape[:1] and last.output.numel() == result.numel():
         shares: list[Callable[[Tensor], Tensor]] = [partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1)]
