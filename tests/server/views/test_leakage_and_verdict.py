@@ -423,6 +423,15 @@ def test_images_that_are_identified_beyond_luck_are_a_leak_whatever_the_mean(
     assert ("one client gives no interval" in verdict.sentence) == (verdict.strongest.clusters == 1)
 
 
+@pytest.mark.parametrize(("hits", "word"), [(16, "not shown to leak"), (60, "leaks")])
+def test_what_labels_alone_identify_is_no_leak_of_images(tmp_path: Path, hits: int, word: str) -> None:
+    """Noisy class means of MNIST identified 15 of 288 of the own client's digits, and 1 of a client's with other classes."""
+    own = {
+        f"c{c}": {"psnr": [9.0] * 72, "identified": [1.0] * (hits // 4) + [0.0] * (72 - hits // 4)} for c in range(4)
+    }
+    assert judged(tmp_path, quiet(4, 72, **own)).reconstruction == word
+
+
 def labelled(clients: int, accuracy: Sequence[float]) -> dict[Cell, Values | None]:
     """Images no better than a guess, beside a label accuracy for each client's batch."""
     cells = quiet(clients)
