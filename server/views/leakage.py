@@ -53,7 +53,11 @@ class Leak:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        return None if self.low is None or self.high is None else (self.low, self.high)
+        """The interval as it is written, at most up to the metric's cap."""
+        if self.low is None or self.high is None:
+            return None
+        cap = MEASURED[self.metric].cap
+        return self.low, self.high if cap is None else min(self.high, cap)
 
     @property
     def rate(self) -> Rate:
@@ -126,8 +130,6 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
     some = len(values) > 0
     if some and MEASURED[metric].rate:
         low, high = Rate(int(np.rint(np.clip(values, 0, 1).sum())), len(values)).interval
-    if high is not None and (cap := MEASURED[metric].cap) is not None:
-        high = min(high, cap)
     attack = part.attacks[part.attack[0]]
     return Leak(
         attack=attack,
