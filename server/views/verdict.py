@@ -23,7 +23,7 @@ from fedgauge.server.views.strength import Limits, PairedDifference, best_of, pa
 from fedgauge.server.views.tables import Column
 
 Kind = Literal["examples", "members", "epsilon"]
-BY_LABELS = 0.1  # share that the labels alone may identify, where the other client has other labels
+BY_LABELS = 0.25  # share that the labels alone may identify, where the other client has other labels
 UNFINISHED: Mapping[State, str] = {  # of a run none of whose attacks waits or has failed
     "training": "the run is still training",
     "attacking": "the audit is still at work",
@@ -142,8 +142,7 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
     luck, rate, by_chance = 1.0, _rate_of(hits), _rate_of(identified.of_attack(wrong_client(attack)))
     guesses = [guess for b in rivals_of(main, attack) if (guess := _rate_of(identified.of_attack(b)))]
     if rate and by_chance:
-        by_labels = float(bdtrc(rate.count - 1, rate.n, BY_LABELS))
-        luck = max(by_labels, *(luck_of_hits(rate, guess) for guess in guesses))
+        luck = max(_luck_of_labels(hits), *(luck_of_hits(rate, guess) for guess in guesses))
     low, high = gain.interval(attacks) or (None, None)
     return ExcessLeakage(
         attack=attack,
@@ -162,6 +161,13 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
         clusters=len(np.unique(gain.clients)),
         attacks=attacks,
     )
+
+
+def _luck_of_labels(hits: Scores) -> float:
+    """Return the probability of so many hits, of all clients or of the most exposed one, if labels alone identify a quarter."""
+    counts, sizes = np.bincount(hits.client, np.clip(hits.value, 0, 1)), np.bincount(hits.client)
+    of_all = bdtrc(counts.sum() - 1, sizes.sum(), BY_LABELS)
+    return float(min(of_all, np.count_nonzero(sizes) * bdtrc(counts - 1, sizes, BY_LABELS).min()))
 
 
 def _rate_of(rows: Scores) -> Rate | None:

@@ -1,6 +1,7 @@
 """The truth that a tester hands in for an app's run: doubted where it does not give the updates, replaced, and kept for later."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,9 @@ def test_another_clients_examples_are_doubted_whatever_the_order_of_training(
     """Four shuffled steps: examples of the same labels give nearly this update."""
     local = {"use": "local_training", "rate": 0.05, "batch_size": 8, "epochs": 1, "shuffle": True}
     fed = make_federation(chain=[local], model={"use": "mlp", "hidden": [16]}, clients=2, batch_size=32, auxiliary=100)
+    data, patterns = fed.shards.dataset, torch.randint(90, (10, *fed.shards.dataset.shape), dtype=torch.uint8)
+    x = patterns[data.y] + torch.randint(60, data.x.shape, dtype=torch.uint8)  # of a label all look much alike
+    fed = fed.having(shards=replace(fed.shards, dataset=replace(data, x=x)))
     params, buffers = fed.initial()
     right, wrong = fed.batch_at(0, 1), fed.batch_at(1, 1)
     seen = Observation(1, 0, params, fed.update_fn()(params, right, generator("client", 0)), buffers)
