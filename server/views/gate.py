@@ -170,7 +170,7 @@ def _measured(reading: RunSnapshot, metric: str) -> Measurement:
     within = ""
     if leak.interval is not None:
         low, high = (number(end, MEASURED[name].digits) for end in leak.interval)
-        within = f" (95 % interval {low} to {high})"
+        within = f" (95 % interval {low} to {high}; the threshold is the mean's)"
     what = f"the area under the ROC curve over {leak.n} members" if metric in QUESTIONS else f"the mean of {leak.n}"
     return Measurement(leak.mean, f"{what} by {leak.attack}{within}{missing}")
 
