@@ -8,6 +8,7 @@ from typing import NamedTuple
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_types import EMPTY
+from fedgauge.server.store.scenario import allow_flags
 from fedgauge.server.views.formatting import shortened
 from fedgauge.server.views.outcomes import failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import other_sizes
@@ -21,6 +22,10 @@ class Notice(NamedTuple):
 
     words: str
     command: str = ""
+
+
+def audit_command(reading: RunSnapshot) -> str:
+    return f"fedgauge audit {shlex.quote(str(reading.run.folder))}{allow_flags(reading.tables)}"
 
 
 def notices(reading: RunSnapshot) -> list[Notice]:
@@ -45,7 +50,7 @@ def _of_training(reading: RunSnapshot) -> Iterator[Notice]:
 
 def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
     jobs, meta, ledger = reading.jobs, reading.meta, reading.ledger
-    again, waiting = f"fedgauge audit {shlex.quote(str(reading.run.folder))}", jobs.progress.waiting
+    again, waiting = audit_command(reading), jobs.progress.waiting
     if not reading.tables.get("audit", {}).get("curious", True):
         yield Notice("The server was not curious: set [audit] curious = true and run again.")
     elif waiting and meta.get("replay") == "mismatch":
@@ -54,8 +59,8 @@ def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
             f"{jobs.words}: {words}. After correcting scenario or code (or with --force) check again with:", again
         )
     elif waiting:
-        at_work = reading.state in ("training", "attacking")
-        yield Notice(f"{jobs.words}.") if at_work else Notice(f"{jobs.words}. Continue with:", again)
+        resting = ledger.foreign or reading.state not in (*ENDED, "attacking")  # else the training is continued first
+        yield Notice(f"{jobs.words}. Continue with:", again) if resting else Notice(f"{jobs.words}.")
     elif not jobs.progress.total and any(o["digest"] for o in reading.observations):
         yield Notice("Updates were recorded, but no attack is planned for them. Attack them with:", again)
     if words := none_accepted(ledger) or inapplicable(ledger):

@@ -16,7 +16,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario, component_of, plan_of
+from fedgauge.server.store.scenario import Scenario, allow_flags, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.participation import other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
@@ -83,10 +83,10 @@ def run(options: argparse.Namespace) -> int:
             if options.log == "json":
                 emit("error", words=str(error))
             status = FAILED
-    if status and not folder.model.exists() and (folder.folder / "checkpoint.json").exists():
-        also = " --in-memory" if options.in_memory else ""
-        tell(f"continue the training with: fedgauge run --resume {folder.folder}{also}")
     print_summary(folder, options.log)
+    if status and not folder.model.exists():
+        also = allow_flags(scenario.tables) + " --in-memory" * options.in_memory
+        tell(f"continue the training with: fedgauge run --resume {folder.folder}{also}")
     return status
 
 
