@@ -25,7 +25,17 @@ class Notice(NamedTuple):
 
 
 def audit_command(reading: RunSnapshot) -> str:
-    return f"fedgauge audit {shlex.quote(str(reading.run.folder))}{allow_flags(reading.tables)}"
+    return _command("audit", reading)
+
+
+def _command(verb: str, reading: RunSnapshot) -> str:
+    return f"fedgauge {verb} {shlex.quote(str(reading.run.folder))}{allow_flags(reading.tables)}"
+
+
+def _is_resumable(reading: RunSnapshot) -> bool:
+    """Return whether the training of a simulation ended early, which is continued before the attacks."""
+    ended = reading.state in ("interrupted", "failed") and not reading.run.model.exists()
+    return ended and not reading.ledger.deployed
 
 
 def notices(reading: RunSnapshot) -> list[Notice]:
@@ -39,7 +49,10 @@ def _of_training(reading: RunSnapshot) -> Iterator[Notice]:
     elif trained < planned or reading.state == "training":
         state = "training" if reading.state == "training" else reading.meta.get("state", "")
         logs = "; see logs/flower.log in the run folder" if state == "failed" else ""
-        yield Notice(f"The training {ENDED.get(state, 'ended')} after {trained} of {planned} rounds{logs}.")
+        words, again = f"The training {ENDED.get(state, 'ended')} after {trained} of {planned} rounds{logs}.", ""
+        if _is_resumable(reading):
+            words, again = f"{words} Continue it with:", _command("run --resume", reading)
+        yield Notice(words, again)
     problems = reading.ledger.problems()
     alike = Counter(problem.code for problem in problems)
     for problem in problems:  # each kind once
@@ -59,8 +72,8 @@ def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
             f"{jobs.words}: {words}. After correcting scenario or code (or with --force) check again with:", again
         )
     elif waiting:
-        resting = ledger.foreign or reading.state not in (*ENDED, "attacking")  # else the training is continued first
-        yield Notice(f"{jobs.words}. Continue with:", again) if resting else Notice(f"{jobs.words}.")
+        at_work = reading.state in ("training", "attacking") or _is_resumable(reading)
+        yield Notice(f"{jobs.words}.") if at_work else Notice(f"{jobs.words}. Continue with:", again)
     elif not jobs.progress.total and any(o["digest"] for o in reading.observations):
         yield Notice("Updates were recorded, but no attack is planned for them. Attack them with:", again)
     if words := none_accepted(ledger) or inapplicable(ledger):

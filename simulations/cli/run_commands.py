@@ -16,7 +16,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario, allow_flags, component_of, plan_of
+from fedgauge.server.store.scenario import Scenario, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.participation import other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
@@ -84,9 +84,6 @@ def run(options: argparse.Namespace) -> int:
                 emit("error", words=str(error))
             status = FAILED
     print_summary(folder, options.log)
-    if status and not folder.model.exists():
-        also = allow_flags(scenario.tables) + " --in-memory" * options.in_memory
-        tell(f"continue the training with: fedgauge run --resume {folder.folder}{also}")
     return status
 
 
