@@ -372,7 +372,9 @@ class AppRecorder:
             self._ledger.set_meta(state=state, rounds=str(self._round))
             folder = self._run.folder.absolute()
             if self._taped:
-                say(INFO, "fedgauge recorded %d updates in %s. Attack them with: %s", self._taped, folder, self._command)
+                say(
+                    INFO, "fedgauge recorded %d updates in %s. Attack them with: %s", self._taped, folder, self._command
+                )
             else:
                 say(WARNING, "fedgauge recorded no update in %s; for the reason: %s", folder, self._command)
         finally:

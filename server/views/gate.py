@@ -127,7 +127,7 @@ def judged(
     results = []
     for threshold in thresholds:
         found = measured.get(threshold.metric, Measurement(None, otherwise))
-        if found.estimated:
+        if found.estimated and GateResult(threshold, found).outcome != "failed":
             why = "accepted, though an estimate is no bound" if estimates else NO_PROOF
             found = replace(found, words=f"{found.words}; {why}", conclusive=estimates)
         results.append(GateResult(threshold, found))

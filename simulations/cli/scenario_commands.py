@@ -52,8 +52,12 @@ def init(options: argparse.Namespace) -> int:
 def list_components(options: argparse.Namespace) -> int:
     from fedgauge.simulations.cli.components import KINDS, components_of, print_components
 
-    unknown = options.kind is not None and options.kind not in KINDS
-    refuse({f"there is no kind {options.kind!r}: the kinds are {', '.join(KINDS)}": unknown})
+    unknown, near = (
+        options.kind is not None and options.kind not in KINDS,
+        get_close_matches(options.kind or "", KINDS, 1),
+    )
+    words = f"did you mean {near[0]!r}?" if near else f"the kinds are {', '.join(KINDS)}"
+    refuse({f"there is no kind {options.kind!r}: {words}": unknown})
     print_components(components_of(options.kind), Console(soft_wrap=True))
     return 0
 
