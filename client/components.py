@@ -331,7 +331,7 @@ def check_arguments(
         if name not in allowed:
             choices = [*allowed, *(b for b in more_keys if b not in allowed)]
             near = "".join(f"; did you mean {key!r}?" for key in get_close_matches(name, choices, 1))
-            raise SpecError(f"{where}: unknown key {name!r}{near} (it has: {', '.join(choices) or 'none'})")
+            raise SpecError(f"{where}: unknown key {name!r} (it has: {', '.join(choices) or 'none'}){near}")
     hints = _hints(target)
     checked: dict[str, Any] = {}
     for name, parameter in parameters.items():

@@ -6,6 +6,7 @@ import sys
 import tomllib
 import warnings
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console

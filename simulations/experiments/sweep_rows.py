@@ -28,7 +28,6 @@ from fedgauge.simulations.checks.check_result import sentence
 from fedgauge.simulations.experiments.results import markdown
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
 
-
 DOUBT = "little leakage proves nothing"
 
 
