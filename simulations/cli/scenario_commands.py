@@ -53,12 +53,9 @@ def init(options: argparse.Namespace) -> int:
 def list_components(options: argparse.Namespace) -> int:
     from fedgauge.simulations.cli.components import KINDS, components_of, print_components
 
-    unknown, near = (
-        options.kind is not None and options.kind not in KINDS,
-        get_close_matches(options.kind or "", KINDS, 1),
-    )
-    words = f"did you mean {near[0]!r}?" if near else f"the kinds are {', '.join(KINDS)}"
-    refuse({f"there is no kind {options.kind!r}: {words}": unknown})
+    unknown = options.kind is not None and options.kind not in KINDS
+    near = "".join(f"; did you mean {kind!r}?" for kind in get_close_matches(options.kind or "", KINDS, 1))
+    refuse({f"there is no kind {options.kind!r}: the kinds are {', '.join(KINDS)}{near}": unknown})
     print_components(components_of(options.kind), Console(soft_wrap=True))
     return 0
 
