@@ -38,14 +38,12 @@ class GaussianPrior:
         axes: (r, d) orthonormal.
         variances: (r,) along the axes, above 0.
         rest: variance in each of the d - r directions orthogonal to them, above 0.
-        shrinkage: used in the fit, in (0, 1].
     """
 
     mean: Tensor
     axes: Tensor
     variances: Tensor
     rest: float = 1.0
-    shrinkage: float = 0.0
 
     @classmethod
     def fit(cls, x: Tensor) -> "GaussianPrior":
@@ -60,7 +58,7 @@ class GaussianPrior:
         variances, axes = _principal(centred)
         shrinkage = _ledoit_wolf(centred, variances, average)
         shrunk = (1 - shrinkage) * variances + shrinkage * average
-        return cls(mean, axes, shrunk, shrinkage * average, shrinkage)
+        return cls(mean, axes, shrunk, shrinkage * average)
 
     @cached_property
     def covariance(self) -> Tensor:

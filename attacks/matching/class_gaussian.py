@@ -8,12 +8,12 @@ from math import prod
 import torch
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
-from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
+from fedgauge.attacks.engine.distances import each, likelihood, rounding_likelihood, squared
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian
 from fedgauge.attacks.matching.recipes import CUTS
-from fedgauge.attacks.matching.search import AdamSearch
+from fedgauge.attacks.matching.search import AdamSearch, LBFGSSearch, Search
 from fedgauge.client.components import Count, Positive
 from fedgauge.client.pairing import match
 
@@ -28,11 +28,13 @@ class class_gaussian(Attack):
         share: of the prior in the objective with a cosine; with a density its weight is 1.
         searches: from different starts, which share the iterations.
         rate: of Adam.
+        second_order: L-BFGS by each tensor's squared distance instead, for smooth networks without a defense.
     """
 
     share: Positive = 0.01
     searches: Count = 4
     rate: Positive = 0.3
+    second_order: bool = False
 
     @property
     def needs_derivative(self) -> bool:
@@ -45,13 +47,17 @@ class class_gaussian(Attack):
         distance = (
             rounding_likelihood(levels) if levels else likelihood(known.chain.update_distribution, known.batch_size)
         )
+        if self.second_order:
+            distance = each(squared())
         density = distance.density
         weight = 1.0 if density else 2 * self.share / (known.batch_size * prod(known.shape))
-        search = AdamSearch(self.rate, signed=not density, cuts=CUTS)
+        search: Search = AdamSearch(self.rate, signed=not density, cuts=CUTS)
+        if self.second_order:
+            search = LBFGSSearch(history=50)
         engine = GradientMatching(Objective(distance, (gaussian(weight, by_class=True),)), search)
         count = min(self.searches, budget.iterations)
-        each = replace(budget, iterations=budget.iterations // count, seconds=budget.seconds and budget.seconds / count)
-        runs = [engine.reconstruct(wave, known, each, [partial(s, "search", i) for s in streams]) for i in range(count)]
+        part = replace(budget, iterations=budget.iterations // count, seconds=budget.seconds and budget.seconds / count)
+        runs = [engine.reconstruct(wave, known, part, [partial(s, "search", i) for s in streams]) for i in range(count)]
         return [_mean(results) for results in zip(*runs, strict=True)]
 
 

@@ -20,7 +20,7 @@ from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.rng import generator, seed_of
 from fedgauge.client.update import Batch
 
-Partition = Literal["iid", "dirichlet", "shards"]
+Partition = Literal["iid", "dirichlet", "shards", "none"]
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # x, y, x_test, y_test
 
 
@@ -208,7 +208,7 @@ def split(
 
     Args:
         partition: iid; dirichlet (label proportions drawn with concentration alpha); shards (sorted by label, each client
-            gets shards_per_client pieces).
+            gets shards_per_client pieces); none (clients hold other examples, as an app's do: all of these are public).
         alpha: of dirichlet, above 0; smaller is more uneven.
         shards_per_client: of shards, at least 1.
         batch_size: examples that a client trains on in a round, at least 1; fewer leak more.
@@ -223,16 +223,18 @@ def split(
         >>> [len(rows) for rows in split(dataset, clients=2, seed=0, auxiliary=4).indices]
         [3, 3]
     """
-    if dataset.labelled and not dataset.one_class and partition != "iid":
+    if dataset.labelled and not dataset.one_class and partition in ("dirichlet", "shards"):
         raise ValueError(f'partition = "{partition}" needs one class an example: use "iid"')
     total = len(dataset.y)
+    order = torch.randperm(total, generator=generator(seed, "split"))
+    kept, aside = order[auxiliary:].sort().values, order[:auxiliary].sort().values
+    if partition == "none":
+        return Shards(dataset, (aside[torch.arange(batch_size) % len(aside)],) * clients, aside, batch_size, seed)
     if total - auxiliary < clients * batch_size:
         raise ValueError(
             f"{dataset.name} has {total} training examples, fewer than auxiliary {auxiliary} and {clients} clients x batch_size "
             f"{batch_size}: lower one of them"
         )
-    order = torch.randperm(total, generator=generator(seed, "split"))
-    kept, aside = order[auxiliary:].sort().values, order[:auxiliary].sort().values
     labels = dataset.labels[kept].numpy()
     key = (dataset.name, hashlib.sha256(labels.tobytes()).hexdigest(), clients, seed, partition, alpha, batch_size)
     owner = cached(

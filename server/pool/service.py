@@ -75,8 +75,8 @@ def serve(
         ledger.release()
         source = TapeSource(scenario.federation, run=run, ledger=ledger)
         flying: dict[int, Lease] = {}
-        check = TrainingCheck(source) if ledger.foreign else None  # of a user's own app
         replayed = ledger.meta().get("replay") == "ok"  # otherwise check again: the difference may be repaired
+        check = TrainingCheck(source) if ledger.foreign and not replayed else None  # of a user's own app
         coming = False
         while True:
             # asked before leasing: the next turn finds a job that arrives in between

@@ -15,6 +15,7 @@ from fedgauge.attacks.grading.training_evidence import TrainingEvidence, trainin
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer
 from fedgauge.client.local_training import LocalTraining
+from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import BatchTransform, StatefulTransform, noise_free
 from fedgauge.client.update import Batch
@@ -30,6 +31,11 @@ RECORDED = (
 NO_REPLAY = "not possible: the app's clients keep their data; they are taken to train as the chain says"
 
 
+def digest_of(protocol: Protocol) -> str:
+    """Return what tells one assumed training from another."""
+    return sha256(protocol.to_json().encode()).hexdigest()
+
+
 class TrainingCheck:
     """Compares updates before they are attacked, and writes the worst result into the ledger and on the attacks' cards.
 
@@ -39,7 +45,7 @@ class TrainingCheck:
     def __init__(self, source: TapeSource) -> None:
         self._source, self._ledger = source, source.ledger
         protocol, meta = source.federation.protocol, source.ledger.meta()
-        self._assumed = sha256(protocol.to_json().encode()).hexdigest()
+        self._assumed = digest_of(protocol)
         self._compared: set[tuple[int, int]] = set()  # (round, client)
         self._worst: TrainingEvidence | None = None
         if meta.get("training") and meta.get("training_assumed") == self._assumed:  # what an earlier service found

@@ -77,7 +77,7 @@ class MembershipResult:
             return f"{asked} leaks: {self}."
         if self.word == "undetermined":
             return f"{asked} is not known ({self.doubt or 'one client gives no interval'}): {self}."
-        return f"{asked} is {self.word}: {self}; a stronger test may still succeed."
+        return f"{asked} is {self.word}: {self}; a stronger test or more clients may still show a leak."
 
 
 def membership_results(scores: Scores) -> list[MembershipResult]:

@@ -29,7 +29,6 @@ OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
 SETTINGS = {"sgd": ("momentum", "nesterov"), "adam": ("betas", "eps"), "adamw": ("betas", "eps")}
 UNSUPPORTED = ("dampening", "amsgrad", "maximize", "centered", "lr_decay", "alpha")
 LIBRARIES = {"torchvision", "timm"}  # whose networks have components of their own
-AT_LEAST = 200  # public examples, repeated where the observed ones are fewer: shards want more than they use
 # a step without torch.optim; its rate is small, so that the fitted one is near already after one try
 PLAIN = {"optimizer": "SGD", "groups": [{"lr": 2.0**-10}], "passes": 1, "max_norm": None}
 
@@ -149,7 +148,7 @@ def check_attackable(
     elif not form.next_token:
         if not isinstance(target := target_of(first, y), Problem):
             return target
-        draft.refuse(target.code, target.why, target.remedy, network)
+        draft.refuse(target.code, target.why, target.remedy, target.where)
     return None
 
 
@@ -183,7 +182,7 @@ def write_draft(
     draft.add("", "as recorded", rounds=rounds, clients=len(observed.clients))
     draft.add("[data]", form.origin, **form.data)
     of_public = [observed.clients[node][0] for node in public]
-    _data(draft, of_public, n, form, target, files, len(observed.clients))
+    _data(draft, of_public, form, target, files)
     draft.add("[data]", "examples of an attacked client in a round", batch_size=n)
     if target is not None:
         draft.add("[data]", "outputs of the network", classes=target.classes)
@@ -200,7 +199,7 @@ def write_draft(
     if (dp := first["dp"]) is not None:
         settings = {key: dp[key] for key in ("max_norm", "noise_multiplier")}
         draft.add("[[chain]]", "Opacus' optimizer", use="dp_sgd", **settings)
-        draft.note("noise", "clients add noise, so the first update is not computed again")
+        draft.note("noise", "clients add noise, so the update that is computed again differs")
     steps = first["steps"]
     if not steps:
         draft.note(
@@ -242,31 +241,21 @@ def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
 def _data(
     draft: Draft,
     public: Sequence[Mapping[str, Any]],
-    n: int,
     form: Form,
     target: Target | None,
     files: Path,
-    clients: int,
 ) -> None:
-    """Write the public examples, repeated as often as the shards need, and name them."""
+    """Write the public examples, and name them."""
     arrays = [read_npz(Path(facts["data"])) for facts in public]
     x = np.concatenate([form.stored(each["x"]) for each in arrays])
     y = np.concatenate([each["y"] if target is None else target.labels(each["y"]) for each in arrays])
     kept = np.unique(x.reshape(len(x), -1), axis=0, return_index=True)[1]
     x, y = x[np.sort(kept)], y[np.sort(kept)]
-    auxiliary = max(AT_LEAST, len(x))
-    copies = math.ceil((auxiliary + clients * n) / len(x))
     path = files / "public.npz"
-    np.savez(
-        path,
-        x=np.tile(x, (copies, *[1] * (x.ndim - 1))),
-        y=np.tile(y, (copies, *[1] * (y.ndim - 1))),
-        x_test=x,
-        y_test=y,
-    )
+    np.savez(path, x=x, y=y, x_test=x, y_test=y)
     draft.add(
         "[data]", f"examples of {len(public)} clients that are not attacked serve as public data",
-        path=str(path), auxiliary=len(x) * copies - clients * n,
+        path=str(path), auxiliary=len(x), partition="none",
     )  # fmt: skip
 
 

@@ -132,7 +132,9 @@ class Training:
             return
         name, outputs = self.passed
         if any(t.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr() for t in outputs):
-            self.notes["features"] = f"inputs are outputs of {name}, and these are attacked, not what {name} takes"
+            self.notes["features"] = (
+                f"inputs are outputs of {name} (features), and these are attacked, not what {name} takes"
+            )
         self.bytes += tensors[0].nbytes
         if self.bytes > MOST_BYTES:
             self.notes["large"] = "a client trains on more data than is kept in memory; the first part was kept"

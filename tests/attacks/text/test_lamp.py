@@ -14,12 +14,14 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.grading.baselines import random_words
+from fedgauge.attacks.label_restoration import restore
 from fedgauge.attacks.modality.text_metrics import rouge
 from fedgauge.attacks.text.lamp import _BatchDescent, dlg_text, lamp, tag
 from fedgauge.attacks.text.sentence_layout import lengths_of, propose, shuffles
 from fedgauge.client.data.corpora import Text, phrases
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.models.losses import cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Transform
@@ -49,6 +51,12 @@ def make(
         batches = [Batch(x[y.argsort(stable=True)], y.sort().values) for x, y in batches]
     public = Batch(data.x[-200:], data.y[-200:])
     return *seen(built(data, **{"width": 32, **settings}), batches, links, auxiliary=public), batches
+
+
+def test_labels_of_sentences_are_restored_under_a_weighted_loss() -> None:
+    wave, known, batches = make(clients=4)  # of one example, whose weighted mean is its loss
+    restored = restore(wave, replace(known, loss=cross_entropy(weight=[1.0, 3.0])))
+    assert restored.tolist() == [batch.y.tolist() for batch in batches]
 
 
 def streams(count: int) -> list[Any]:

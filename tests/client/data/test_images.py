@@ -195,6 +195,15 @@ def test_an_impossible_split_is_refused(arguments: dict[str, Any], name: str) ->
         call_checked(split, {"auxiliary": 100, **arguments}, "[data]", given)
 
 
+@pytest.mark.parametrize("auxiliary", [3, 1000])
+def test_where_clients_hold_other_examples_each_row_is_public_once(auxiliary: int) -> None:
+    x, y = torch.zeros(10, 1, 2, 2, dtype=torch.uint8), torch.arange(10)
+    dataset = Dataset("ten", x, y, x, y, 10, (0.0,), (1.0,))
+    shards = split(dataset, clients=4, seed=0, partition="none", batch_size=12, auxiliary=auxiliary)
+    assert len(shards.auxiliary) == len(set(shards.auxiliary.tolist())) == min(auxiliary, 10)
+    assert all(len(rows) == 12 and set(rows.tolist()) <= set(shards.auxiliary.tolist()) for rows in shards.indices)
+
+
 def test_exactly_enough_is_split() -> None:
     shards = split(toy(), 3, 0, "shards", batch_size=100, auxiliary=100)
     assert [len(i) for i in shards.indices] == [100] * 3
