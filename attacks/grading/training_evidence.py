@@ -87,7 +87,10 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
     if kind == "undecided":
         words = f"the clients' local training is assumed, and the update gives no evidence of it: {evidence}"
         return TrainingEvidence(kind, None, words)
-    return TrainingEvidence(kind, True, f"the assumed local training ({local.words}) fits: {evidence}")
+    words = (
+        f"the assumed local training ({local.words}) fits: {evidence}; its rate and number of steps were not checked"
+    )
+    return TrainingEvidence(kind, True, words)
 
 
 def _unreadable(fed: Federation, seen: Observation) -> str:

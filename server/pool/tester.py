@@ -21,7 +21,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.data.dataset import Dataset, Shards, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
-from fedgauge.server.pool.update_checks import MOST_UPDATES, doubt
+from fedgauge.server.pool.update_checks import MOST_UPDATES, doubt, unchecked
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungraded, comparable
 from fedgauge.server.store.run import Run
@@ -80,6 +80,8 @@ def grade(
         if notes:
             words += f"; not graded ({sum(notes.values())} of {every}): {why}"
         ledger.describe("grading", {r["name"]: GRADED for r in ledger.attacks() if r["role"] not in LIMITS})
+        if blind := unchecked(source.federation):
+            words += f"; whether the examples give the updates was not checked: {blind}"
         doubts = _doubts(source, found)
         ledger.set_meta(grading=words, ungraded=why, truth=str(truth.folder), truth_doubts=doubts)
     return words

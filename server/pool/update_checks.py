@@ -3,7 +3,7 @@
 Neither check grades or chooses anything.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from hashlib import sha256
 
@@ -58,7 +58,8 @@ class TrainingCheck:
             self._compared.add((round, client))
             found = self._evidence(round, client)
             if self._worst is None or _RANK.index(found.fits) < _RANK.index(self._worst.fits):
-                self._worst = replace(found, words=f"{found.words} (client {client}, round {round})")
+                which = f"client {client}, round {round}, the worst of at most {MOST_CLIENTS} clients of each attacked round"
+                self._worst = replace(found, words=f"{found.words} ({which})")
                 self._write()
 
     def begin(self, coming: bool) -> bool:
@@ -101,18 +102,21 @@ class TrainingCheck:
 # ------------------------------------------------------------------------------------------------ a tester's truth
 
 MOST_UPDATES = 12  # checked, of all rounds
-# where the order of the examples is the client's own: so many are tried, fewer if each has many steps
 ORDERS, STEPS = 16, 64
 SAME = 0.999  # cosine from which nothing can explain an update better
 IN_ORDER, ANY_ORDER = 0.8, 0.5  # the least cosine of a truth that is right
+RIVALS = 7  # batches of public examples with the truth's labels, none of which explains an update better than the truth
 
 
 def doubt(fed: Federation, seen: Observation, own: Batch) -> str:
     """Return why a client's truth seems wrong; empty if it gives the update, or if that is unknown."""
-    if fed.protocol.secure_sum is not None or _is_noisy(fed):
+    if unchecked(fed):
         return ""
-    cosine = _cosine(fed, seen, own)
-    if cosine >= (ANY_ORDER if _draws_order(fed) else IN_ORDER):
+    # the order of the examples is the client's own: so many are tried, fewer if each has many steps
+    orders = max(2, min(ORDERS, STEPS // fed.chain.local.steps)) if _draws_order(fed) else 1
+    cosine = _cosine(fed, seen, own, orders)
+    fits = cosine >= (ANY_ORDER if _draws_order(fed) else IN_ORDER)
+    if fits and (cosine >= SAME or all(_cosine(fed, seen, rival, orders=1) < cosine for rival in _rivals(fed, own))):
         return ""
     return (
         f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f}): is it another "
@@ -120,9 +124,25 @@ def doubt(fed: Federation, seen: Observation, own: Batch) -> str:
     )
 
 
-def _cosine(fed: Federation, seen: Observation, batch: Batch) -> float:
-    """Return the best cosine over the orders in which the client may have taken its examples."""
-    best, orders = -1.0, max(2, min(ORDERS, STEPS // fed.chain.local.steps)) if _draws_order(fed) else 1
+def unchecked(fed: Federation) -> str:
+    """Return why updates cannot be compared with a truth; empty if they can."""
+    if fed.protocol.secure_sum is not None:
+        return "the server sees only sums of clients"
+    return "an update depends on chance or on earlier rounds" if _is_noisy(fed) else ""
+
+
+def _rivals(fed: Federation, own: Batch) -> Iterator[Batch]:
+    """Yield public batches, with the truth's labels as far as there are such examples."""
+    public = fed.shards.auxiliary_batch()
+    alike = torch.stack([(public.y == y).flatten(1).all(1) if y.dim() else public.y == y for y in own.y]).double()
+    for draw in range(RIVALS if len(public.y) else 0):
+        rows = torch.multinomial(alike + 1e-9, 1, generator=generator("truth rival", draw)).flatten()
+        yield Batch(public.x[rows], public.y[rows])
+
+
+def _cosine(fed: Federation, seen: Observation, batch: Batch, orders: int) -> float:
+    """Return the best cosine over some orders in which the client may have taken its examples."""
+    best = -1.0
     for draw in range(orders):
         fed.load_buffers(seen.buffers)
         guess = fed.update_fn()(seen.params, batch, generator("truth check", draw))

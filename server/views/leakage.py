@@ -53,7 +53,11 @@ class Leak:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        return None if self.low is None or self.high is None else (self.low, self.high)
+        """The interval as it is written, at most up to the metric's cap."""
+        if self.low is None or self.high is None:
+            return None
+        cap = MEASURED[self.metric].cap
+        return self.low, self.high if cap is None else min(self.high, cap)
 
     @property
     def rate(self) -> Rate:

@@ -34,7 +34,8 @@ class MembershipResult:
         area: under the ROC curve, the mean over members.
         floor: area of the baseline.
         excess_low: lower end of the interval of area - floor, corrected for several tests; None below two clients.
-        hits: members detected at 1 % false positives; None with too few non-members.
+        members: number of members.
+        hits: members detected at 1 % false positives, of those with enough non-members; None without any.
         hits_by_luck: probability of as many detections by luck.
         limit: the area that the noise of one update allows; None: unknown.
         tests: number of comparisons, for Bonferroni's correction.
@@ -47,6 +48,7 @@ class MembershipResult:
     area: float
     floor: float
     excess_low: float | None
+    members: int
     hits: Rate | None
     hits_by_luck: float
     limit: float | None
@@ -67,7 +69,10 @@ class MembershipResult:
     def __str__(self) -> str:
         words = f"the test {self.attack!r} ranks a member above a non-member in {percent(self.area, 1)} of pairs"
         words += f" (baseline {self.baseline}: {percent(self.floor)})"
-        words += f"; at 1 % false positives it detects {self.hits} members" if self.hits is not None else ""
+        if self.hits is not None:
+            left_out = self.members - self.hits.n
+            why = f" ({left_out} others have fewer than 99 non-members with their batch's labels)" if left_out else ""
+            words += f"; at 1 % false positives it detects {self.hits} members{why}"
         return words + (f"; the noise of one update allows {percent(self.limit)}" if self.limit is not None else "")
 
     @property
@@ -112,6 +117,7 @@ def _result(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int)
         area=float(own.value.mean()),
         floor=float(gain.floor.mean()),
         excess_low=difference[0] if difference else None,
+        members=len(own),
         hits=Rate(round(float(hits.value.sum())), len(hits)) if len(hits) else None,
         hits_by_luck=_luck(alone),
         limit=min(limits, default=None),

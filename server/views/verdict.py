@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from scipy.special import bdtrc
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.membership import MEMBER
@@ -22,6 +23,7 @@ from fedgauge.server.views.strength import Limits, PairedDifference, best_of, pa
 from fedgauge.server.views.tables import Column
 
 Kind = Literal["examples", "members", "epsilon"]
+BY_LABELS = 0.25  # share that the labels alone may identify, where the other client has other labels
 UNFINISHED: Mapping[State, str] = {  # of a run none of whose attacks waits or has failed
     "training": "the run is still training",
     "attacking": "the audit is still at work",
@@ -41,7 +43,8 @@ class ExcessLeakage:
         reached, floor: mean of attack and baseline in the main metric, over the examples that both have.
         identified: rate of identification; None if not graded.
         by_chance: rate at which the attack's reconstructions identify another client's examples; None below two clients.
-        identified_by_luck: probability of so many identified examples if a baseline identifies as often; 1 if unknown.
+        identified_by_luck: probability of so many identified examples if a baseline, or who knows the labels alone, identifies
+            as often; 1 if unknown.
         exact: number of examples that came back whole: images at the cap of PSNR.
         exposed: number of examples too near for any guess: a tenth of the squared error of every baseline or less; of text,
             half of the scale above them.
@@ -135,8 +138,10 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
     rivals = rivals_of(main, attack)
     highest = np.fmax.reduce([sign * values_of(main.of_attack(b), keys) for b in rivals])  # NaN: none graded
     hit = values_of(hits, keys)
-    rate, by_chance = _rate_of(hits), _rate_of(identified.of_attack(wrong_client(attack)))
+    luck, rate, by_chance = 1.0, _rate_of(hits), _rate_of(identified.of_attack(wrong_client(attack)))
     guesses = [guess for b in rivals if (guess := _rate_of(identified.of_attack(b)))]
+    if rate and by_chance:
+        luck = max(_luck_of_labels(hits), *(luck_of_hits(rate, guess) for guess in guesses))
     low, high = gain.interval(attacks) or (None, None)
     return ExcessLeakage(
         attack=attack,
@@ -148,13 +153,20 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
         floor=float(gain.floor.mean()),
         identified=rate,
         by_chance=by_chance,
-        identified_by_luck=max(luck_of_hits(rate, guess) for guess in guesses) if rate and by_chance else 1.0,
+        identified_by_luck=luck,
         exact=sum(map(main.measure.came_back_whole, own.value.tolist())),
         exposed=int(((sign * own.value >= highest + main.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
         attacks=attacks,
     )
+
+
+def _luck_of_labels(hits: Scores) -> float:
+    """Return the probability of so many hits, of all clients or of the most exposed one, if labels alone identify a quarter."""
+    counts, sizes = np.bincount(hits.client, np.clip(hits.value, 0, 1)), np.bincount(hits.client)
+    of_all = bdtrc(counts.sum() - 1, sizes.sum(), BY_LABELS)
+    return float(min(of_all, np.count_nonzero(sizes) * bdtrc(counts - 1, sizes, BY_LABELS).min()))
 
 
 def _rate_of(rows: Scores) -> Rate | None:
@@ -230,7 +242,7 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
     yield f"its best baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
     if e.exact:
-        yield f"{e.exact} of them {'comes' if e.exact == 1 else 'come'} back exactly"
+        yield f"{e.exact} of them {'comes' if e.exact == 1 else 'come'} back {by.whole_as}"
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         chance = f" (by chance, among another client's: {e.by_chance})" if e.by_chance else ""

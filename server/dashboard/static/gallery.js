@@ -120,5 +120,5 @@ function token(word, kind) {
 
 function tokenLegend(cells) {
   const shown = cells ? TOKENS.filter(([kind]) => kind !== "misplaced") : TOKENS;
-  return el("p.small.legend", cells ? "Cells: " : "Tokens: ", shown.map(([kind, words]) => el("span", { class: `token ${kind}` }, words)));
+  return el("p.small.legend", cells ? "Cells (a number is right within .319 standard deviations): " : "Tokens: ", shown.map(([kind, words]) => el("span", { class: `token ${kind}` }, words)));
 }

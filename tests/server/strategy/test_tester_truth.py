@@ -1,6 +1,7 @@
 """The truth that a tester hands in for an app's run: doubted where it does not give the updates, replaced, and kept for later."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
-from fedgauge.server.pool.update_checks import doubt
+from fedgauge.server.pool.update_checks import doubt, unchecked
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from tests.server.strategy.test_three_apps import ADAM, ForeignApp, app, train, write_truth
@@ -123,6 +124,21 @@ def test_labels_are_no_leak_because_the_truth_has_more_of_them_or_fewer(
     assert accuracy([0], Batch(x, y)) == 0 and accuracy([4, 5, 6], Batch(x[:1], y[:1])) == 1 / 3
 
 
+def test_another_clients_examples_are_doubted_whatever_the_order_of_training(
+    make_federation: Callable[..., Federation],
+) -> None:
+    """Four shuffled steps: examples of the same labels give nearly this update."""
+    local = {"use": "local_training", "rate": 0.05, "batch_size": 8, "epochs": 1, "shuffle": True}
+    fed = make_federation(chain=[local], model={"use": "mlp", "hidden": [16]}, clients=2, batch_size=32, auxiliary=100)
+    data, patterns = fed.shards.dataset, torch.randint(90, (10, *fed.shards.dataset.shape), dtype=torch.uint8)
+    x = patterns[data.y] + torch.randint(60, data.x.shape, dtype=torch.uint8)  # of a label all look much alike
+    fed = fed.having(shards=replace(fed.shards, dataset=replace(data, x=x)))
+    params, buffers = fed.initial()
+    right, wrong = fed.batch_at(0, 1), fed.batch_at(1, 1)
+    seen = Observation(1, 0, params, fed.update_fn()(params, right, generator("client", 0)), buffers)
+    assert doubt(fed, seen, right) == "" and "does not give its update" in doubt(fed, seen, wrong)
+
+
 @pytest.mark.parametrize(("p", "doubted"), [(0.0, True), (0.5, False)])
 def test_a_dropout_that_drops_nothing_hides_no_wrong_truth(
     make_federation: Callable[..., Federation], p: float, doubted: bool
@@ -135,3 +151,4 @@ def test_a_dropout_that_drops_nothing_hides_no_wrong_truth(
     wrong = Batch(torch.zeros_like(right.x), right.y)
     assert doubt(fed, seen, right) == ""
     assert ("does not give its update" in doubt(fed, seen, wrong)) == doubted
+    assert bool(unchecked(fed)) != doubted

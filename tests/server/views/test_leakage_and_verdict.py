@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgauge.attacks.base import Role
+from fedgauge.attacks.modality.images import ImageModality
+from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
 from fedgauge.client.label_kinds import SCORED
@@ -202,6 +204,16 @@ def test_scores_in_pieces_are_the_scores_at_once(keys: list[tuple[int, int, str,
     assert [whole.attacks[a] for a in whole.attack] == [a for _, _, a, _ in sorted(keys)]
 
 
+def test_no_interval_exceeds_the_cap_of_a_mean(ledger: Ledger) -> None:
+    score(ledger, {(1, 0, "matching"): {"psnr": [60.0, 60.0]}, (1, 1, "matching"): {"psnr": [20.0, 20.0]}})
+    pooled = one(leaks(ledger, "psnr"), "matching", None)
+    assert pooled.mean == 40.0 and pooled.interval is not None and pooled.interval[1] == 60.0
+
+
+def test_rows_come_back_within_a_tolerance_and_images_exactly() -> None:
+    assert "tolerance" in RowModality.main.whole_as and ImageModality.main.whole_as == "exactly"
+
+
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -381,7 +393,7 @@ OTHERS: dict[Cell, Values | None] = {(1, c, "wrong_client(matching)"): HALF for 
     [
         pytest.param(quiet(), "not shown to leak", 0, id="nothing comes back"),
         pytest.param(quiet(c3=NEAR), "leaks", 1, id="a single image, which the mean hides"),
-        pytest.param(quiet(**{f"c{c}": HALF for c in range(6)}), "leaks", 0, id="more than any baseline identifies"),
+        pytest.param(quiet(**{f"c{c}": HALF for c in range(12)}), "leaks", 0, id="more than any baseline identifies"),
         pytest.param(quiet(3, 20, c0=TWENTY), "leaks", 0, id="those of one client of three"),
         pytest.param(quiet(1, c0=ALL), "leaks", 0, id="those of the only client"),
         pytest.param(
@@ -409,6 +421,15 @@ def test_images_that_are_identified_beyond_luck_are_a_leak_whatever_the_mean(
     assert (verdict.reconstruction, verdict.strongest.exposed) == (word, exposed)
     assert ("1 of them" in verdict.sentence) == (exposed == 1)
     assert ("one client gives no interval" in verdict.sentence) == (verdict.strongest.clusters == 1)
+
+
+@pytest.mark.parametrize(("hits", "word"), [(16, "not shown to leak"), (100, "leaks")])
+def test_what_labels_alone_identify_is_no_leak_of_images(tmp_path: Path, hits: int, word: str) -> None:
+    """Noisy class means identified 15 of 288 digits of MNIST, and 1 of a client's with other classes."""
+    own = {
+        f"c{c}": {"psnr": [9.0] * 72, "identified": [1.0] * (hits // 4) + [0.0] * (72 - hits // 4)} for c in range(4)
+    }
+    assert judged(tmp_path, quiet(4, 72, **own)).reconstruction == word
 
 
 def labelled(clients: int, accuracy: Sequence[float]) -> dict[Cell, Values | None]:
@@ -546,7 +567,7 @@ def test_an_unfinished_audit_says_so_far(ledger: Ledger) -> None:
     score(ledger, drawn(0, gain=3.0))
     assert verdict_on(ledger).sentence.startswith("The clients' images leak")
     ledger.record_intake(2, [Participation(0, "accepted", "", 4, "digest")], PLAN)
-    assert verdict_on(ledger).sentence.startswith("So far (36 of 39 attacks done), the clients' images leak")
+    assert verdict_on(ledger).sentence.startswith("So far (36 of 39 jobs done), the clients' images leak")
 
 
 def test_pairs_are_of_the_same_example(ledger: Ledger) -> None:

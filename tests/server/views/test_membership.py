@@ -66,6 +66,15 @@ def test_the_numbers_of_a_test_are_means_over_members(tmp_path: Path) -> None:
     assert "'membership'" in told.sentence and "90.0\u00a0%" in told.sentence
 
 
+def test_members_that_cannot_be_detected_are_counted_beside_those_that_can(tmp_path: Path) -> None:
+    """Two of three batches have too few non-members with their labels for a rate of 1 %."""
+    cells = {(1, c, "membership"): {"membership": [1.0] * 4} for c in range(2)}
+    cells |= {(1, 2, "membership"): {"membership": [1.0] * 4, "membership_at_1_percent": [1.0] * 4}}
+    with written(tmp_path / "l.sqlite", cells, TESTS) as ledger:
+        (told,) = membership_results(scores_of(ledger))
+    assert told.hits is not None and (told.members, told.hits.n) == (12, 4) and "8 others" in told.sentence
+
+
 def test_chance_leaks_rarely(tmp_path: Path) -> None:
     """Values of members that are strangers are uniform, whatever the test."""
     rng, alarms = np.random.default_rng(0), 0
