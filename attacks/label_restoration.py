@@ -4,7 +4,6 @@ Each method reads only the last fully connected layer: dL/dA_i = sum_n (p_n[i] -
 the same without e_n for the bias. If the update has no information there (zero, not finite), labels are spread evenly.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Knowledge, Wave
-from fedgauge.attacks.engine.computation import called, classifier
+from fedgauge.attacks.engine.computation import LayerCall, called, classifier, close
 from fedgauge.attacks.label_rule import label_rule
 from fedgauge.attacks.solved_labels import (
     OPTIMISED,
@@ -53,24 +52,31 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
     if isinstance(kind, NoLabel):
         none = kind.trial(len(wave) * known.batch_size, known.classes).to(wave.device)
         return none.view(len(wave), -1, *none.shape[1:])
-    if kind.public.dim() > 2:
+    if kind.public.dim() > 2 or isinstance(kind, Mask):
         raise NotRestored(f"labels of several dimensions are not restored; {OPTIMISED}")
-    if isinstance(kind, Mask):
-        raise NotRestored(f"a mask is not restored; {OPTIMISED}")
-    if not is_cross_entropy(known.loss) or type(kind) not in (LabelKind, Binary):
-        outputs = outputs_of(known, wave.params, _classifier(known))
-        if not like_two_logits(known, outputs):
-            noisy = known.chain.update_distribution != UpdateDistribution()
-            if not known.chain.local.one_gradient or (known.batch_size > 1 and noisy):
-                raise NotRestored(f"under this loss labels are restored from one gradient without noise; {OPTIMISED}")
-            dummies = Dummies(wave.params, known)
-            found = [_solved(wave.alone(k), wave.params, known, outputs, dummies) for k in range(len(wave))]
-            return torch.stack(found).to(wave.device)
     dummies = Dummies(wave.params, known)
+    other = not is_cross_entropy(known.loss) or type(kind) not in (LabelKind, Binary) or _ends_otherwise(known, dummies)
+    if other and not like_two_logits(known, outputs := outputs_of(*dummies.run)):
+        noisy = known.chain.update_distribution != UpdateDistribution()
+        if not known.chain.local.one_gradient or (known.batch_size > 1 and noisy):
+            raise NotRestored(f"under this loss labels are restored from one gradient without noise; {OPTIMISED}")
+        found = [_solved(wave.alone(k), wave.params, known, outputs, dummies) for k in range(len(wave))]
+        return torch.stack(found).to(wave.device)
     labels = [auto(wave.alone(k), wave.params, known, dummies) for k in range(len(wave))]
     if learns(known):
         labels = _learned(wave, known, dummies, labels)
     return torch.stack(labels).to(wave.device)
+
+
+def _ends_otherwise(known: Knowledge, dummies: "Dummies") -> bool:
+    """Return whether several examples' logits are a known function of the classifier's outputs, such as their softmax."""
+    if known.batch_size == 1 or learns(known) or isinstance(known.model, LanguageModel):
+        return False
+    z = torch.linspace(-1, 1, known.classes, dtype=torch.float64)[None]
+    try:
+        return not close(outputs_of(*dummies.run)(z).log_softmax(-1), z.log_softmax(-1))
+    except NotRestored:  # the published methods may still be near
+        return False
 
 
 def learns(known: Knowledge) -> bool:
@@ -184,7 +190,7 @@ def ilrg(update: Update, params: Params, known: Knowledge) -> Tensor:
     denominator shrinks to the common mean, and db has an unknown scale unless the chain passes a gradient of this size
     unchanged: its direction determines k, since k is integer and mostly zero.
     """
-    return _restored(update, params, known, lambda before, after: before)
+    return _restored(update, params, known)
 
 
 def fedavg(update: Update, params: Params, known: Knowledge) -> Tensor:
@@ -194,7 +200,7 @@ def fedavg(update: Update, params: Params, known: Knowledge) -> Tensor:
     """
     if known.chain.local.one_gradient:
         return ilrg(update, params, known)
-    return _restored(update, params, known, lambda before, after: (before + after) / 2)
+    return _restored(update, params, known, averaged=True)
 
 
 def assignments(labels: Tensor, size: int, most: int, rng: Generator, epochs: int = 1) -> Tensor:
@@ -229,9 +235,8 @@ def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
     if _is_pair(known):
         weight, bias = torch.cat([-weight, weight]), None if bias is None else torch.cat([-bias, bias])
     if len(weight) != known.classes:
-        raise ValueError(
-            f"the network is no classifier: its last fully connected layer, {layer!r}, has {len(weight)} outputs for "
-            f"{known.classes} classes"
+        raise NotRestored(
+            f"{layer!r}, the last fully connected layer, has {len(weight)} outputs for {known.classes} classes; {OPTIMISED}"
         )
     return weight, None if bias is None else -_exact(bias)
 
@@ -243,7 +248,7 @@ def _is_pair(known: Knowledge) -> bool:
 
 def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, dummies: "Dummies") -> Tensor:
     if known.batch_size > 1 and type(known.label_kind) in (LabelKind, Binary):
-        return _restored(update, params, known, lambda before, after: before, outputs)
+        return _restored(update, params, known, outputs)
     of_weight, of_bias = layer_parameters(_classifier(known))
     weight, bias = (None if k not in update else -_exact(update[k]) / known.scale for k in (of_weight, of_bias))
     layer, offset = _exact(params[of_weight]), _exact(params.get(of_bias, torch.zeros(1)))
@@ -251,7 +256,8 @@ def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, 
     exact = _literal(update, params, known)
     if known.batch_size == 1:
         return solved(weight, bias, layer, offset, known, outputs, exact)
-    if bias is None or not exact or not isinstance(known.label_kind, Findings):
+    mean = is_mean(known.loss, known.classes, known.label_kind)
+    if bias is None or not exact or not mean or not isinstance(known.label_kind, Findings):
         raise NotRestored(f"labels of this kind are restored from the whole gradient of one example; {OPTIMISED}")
     gradient = known.batch_size * torch.cat([weight, bias[:, None]], 1)
     features, _ = dummies.passed
@@ -261,7 +267,10 @@ def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, 
 def _classifier(known: Knowledge) -> str:
     if isinstance(known.model, LanguageModel):
         return known.model.parts.head[0].rpartition(".")[0]
-    return classifier(known.model, known.shape)
+    try:
+        return classifier(known.model, known.shape)
+    except ValueError as error:
+        raise NotRestored(f"{error}; {OPTIMISED}") from error
 
 
 def _of_logits(features: Tensor, known: Knowledge, params: Params, logits: Tensor) -> Tensor:
@@ -304,37 +313,39 @@ class Dummies:
     known: Knowledge
 
     @cached_property
-    def passed(self) -> tuple[Tensor, Tensor]:
-        """Features (N, D) in front of the classifier and predictions (N, classes)."""
+    def run(self) -> tuple[LayerCall, Tensor]:
+        """The classifier's call and the network's outputs (N, ...)."""
         known, params = self.known, self.params
         if known.auxiliary is not None:
             x = known.auxiliary.x[:DUMMIES]
         else:
             x = torch.rand(DUMMIES, *known.shape, generator=torch.Generator().manual_seed(0))
-        x = known.normalise(x.to(next(iter(params.values())).device))
-        logits, calls = called(known.model, params, x)
-        features, outs = next(
-            (_exact(call.input), _exact(call.output)) for call in calls if call.name == _classifier(known)
-        )
+        like = next(iter(params.values()))
+        x = x.to(like) if x.is_floating_point() else x.to(like.device)  # token ids stay numbers of words
+        outputs, calls = called(known.model, params, known.normalise(x))
+        return next(call for call in calls if call.name == _classifier(known)), outputs
+
+    @cached_property
+    def passed(self) -> tuple[Tensor, Tensor]:
+        """Features (N, D) in front of the classifier and predictions (N, classes)."""
+        known, (call, logits) = self.known, self.run
+        features, outs = _exact(call.input), _exact(call.output)
         if _is_pair(known):
             return features, torch.cat([-outs, outs], 1).mul(0.5).softmax(1)
-        return _of_logits(features, known, params, _exact(logits)), _exact(logits).softmax(1)
+        return _of_logits(features, known, self.params, _exact(logits)), _exact(logits).softmax(1)
 
 
 def _restored(
-    update: Update,
-    params: Params,
-    known: Knowledge,
-    mean: Callable[[Tensor, Tensor], Tensor],
-    outputs: Outputs | None = None,
+    update: Update, params: Params, known: Knowledge, outputs: Outputs | None = None, averaged: bool = False
 ) -> Tensor:
-    """iLRG with the system that `mean` makes from those before and after local training; outputs: under another loss."""
+    """iLRG, by the system before local training or the average of those before and after; outputs: under another loss."""
     weight, bias = _gradient(update, known)
     if bias is None:
         raise NotRestored(f"iLRG reads the classifier's bias gradient, and {_classifier(known)!r} has no bias; use llg")
     if not (_telling(weight, bias) and bias.any()):
         return _even(known)
-    system = mean(*_systems(update, params, known, outputs)).numpy()
+    before, after = _systems(update, params, known, outputs)
+    system = ((before + after) / 2 if averaged else before).numpy()
     if _literal(update, params, known) and is_mean(known.loss, known.classes, known.label_kind):
         return _labels(_counts(system, (bias * (known.batch_size / known.scale)).numpy(), known.batch_size))
     return _labels(_counts_of_direction(system, bias.numpy(), known.batch_size))

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge
-from fedgauge.attacks.engine.computation import ACTIVATIONS, called, close
+from fedgauge.attacks.engine.computation import ACTIVATIONS, LayerCall, close
 from fedgauge.client.label_kinds import Binary
 from fedgauge.client.models.losses import loss_of
-from fedgauge.client.update import Params
 
 OPTIMISED = "an attack that searches (inverting_gradients, dlg, tableak) optimises them together with the examples"
 MOST_FINDINGS = 12  # all combinations of so many are tried
@@ -25,7 +24,6 @@ MOST_BATCHES = 20_000  # combinations of examples that are compared
 VERIFIED = 10  # of them, the likeliest, whose features are solved for
 ROUNDS = 30  # in which outputs and features are made consistent
 PROVEN = 1e-4  # relative error from which on they explain the gradient
-TRIED = 8  # public examples on which the network's last activation is recognised
 
 
 class NotRestored(ValueError):
@@ -35,28 +33,22 @@ class NotRestored(ValueError):
 Outputs = Callable[[Tensor], Tensor]  # the classifier's outputs (N, D) -> the network's outputs
 
 
-def outputs_of(known: Knowledge, params: Params, layer: str) -> Outputs:
-    """The network's outputs as a function of its classifier's, in float64.
+def outputs_of(last: LayerCall, result: Tensor) -> Outputs:
+    """A network's outputs as a function of its classifier's, in float64, from one call and its result.
 
     Raises:
         NotRestored: they are no activation of them.
     """
-    x = (
-        torch.rand(TRIED, *known.shape, generator=torch.Generator().manual_seed(0))
-        if known.auxiliary is None
-        else known.auxiliary.x[:TRIED]
-    )
-    like = next(iter(params.values()))
-    x = x.to(like) if x.is_floating_point() else x.to(like.device)  # token ids stay numbers of words
-    result, calls = called(known.model, params, known.normalise(x))
-    last = [call for call in calls if call.name == layer][-1]
-    if last.output.shape[:1] == result.shape[:1] and last.output.numel() == result.numel():
-        shares: list[Callable[[Tensor], Tensor]] = [partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1)]
-        for activation in [*ACTIVATIONS.values(), *shares]:
-            if close(activation(last.output).view_as(result), result):
+    z, result = last.output.detach(), result.detach()
+    if z.shape[:1] == result.shape[:1] and z.numel() == result.numel():
+        scaled = partial(torch.mul, other=float((z.flatten() @ result.flatten()) / z.square().sum()))
+        shares = partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1)
+        tried: list[Callable[[Tensor], Tensor]] = [*ACTIVATIONS.values(), *shares, scaled]
+        for activation in tried:
+            if close(activation(z).view_as(result), result):
                 return lambda z: activation(z).view(len(z), *result.shape[1:])
     raise NotRestored(
-        f"the network's outputs are no plain function of its last fully connected layer, {layer!r}; {OPTIMISED}"
+        f"the network's outputs are no plain function of its last fully connected layer, {last.name!r}; {OPTIMISED}"
     )
 
 

@@ -63,7 +63,8 @@ class ComponentKind:
         if not is_in(str(getattr(target, "__module__", "")), packages) or inspect.isabstract(target):
             return False
         if inspect.isclass(target):
-            return issubclass(target, self.outside or self.type) and target is not self.type
+            calls = self.instances and any("__call__" in vars(base) for base in target.__mro__)
+            return (calls or issubclass(target, self.outside or self.type)) and target is not self.type
         if not inspect.isfunction(target):
             return self.instances and callable(target)
         returned = _hints(target).get("return")
@@ -321,7 +322,8 @@ def check_arguments(
         SpecError: an argument is unknown, missing or of another type.
     """
     offered = offered or {}
-    parameters = {name: p for name, p in inspect.signature(target).parameters.items() if p.kind is not p.VAR_KEYWORD}
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = {name: p for name, p in inspect.signature(target).parameters.items() if p.kind not in any_number}
     # a parameter with a default is the component's own argument, even if something of its name is offered
     given = {name for name, p in parameters.items() if name in offered and p.default is p.empty}
     allowed = [name for name in parameters if name not in given]

@@ -10,8 +10,8 @@ The server has the weights theta that it sent, and the update:
 - Adam's first step is rate * g / (|g| + eps): all entries with a gradient have nearly one size. A sign looks the same.
   Later steps differ, and leave an update that is unexplained.
 
-In 96 random federations of small networks no honest update was called another training, and Adam was distinguished from SGD
-in all of them (tests/attacks/grading/test_evidence_counts.py).
+In 96 random federations no honest update was called another training, and Adam was distinguished from SGD
+(tests/attacks/grading/test_evidence_counts.py).
 """
 
 from dataclasses import dataclass, replace
@@ -24,9 +24,10 @@ from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import LocalTraining
-from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.models.vision import layer_parameters
+from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_identity
+from fedgauge.client.update import Batch
 
 Kind = Literal["sum of gradients", "Adam", "unexplained", "undecided"]
 LEFT = 2e-5  # of the classifier's update: sums that float32 leaves
@@ -37,6 +38,8 @@ ONE_SIZE = 0.05  # relative distance of entries that have one size
 # share of the large entries with one size, from which the step is Adam's; in gradients it is some hundredths
 MOST = 0.5
 FEW = 0.02  # least share of large entries; gradients have fewer
+ENTRIES = 10  # their least number: of fewer, half may have one size by chance
+TRIED = 4  # public examples, whose gradient's sums show whether any gradient's vanish
 COARSE = 0.05  # part of the update that rounding may be
 WARNING = "WARNING: the assumed local training does not explain the update, so attacks may show noise"
 UNCHECKED = "the clients' local training is assumed and was not checked"
@@ -62,6 +65,11 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
     if reason := _unreadable(fed, seen):
         return TrainingEvidence("undecided", None, f"{UNCHECKED}: {reason}")
     kind, evidence = _read(fed, replace(seen, update={k: t for k, t in seen.update.items() if t.any()}))
+    statistics = [k for k in seen.returned if k in seen.buffers and k.endswith("running_var")]
+    moved = any(not torch.equal(seen.returned[k], seen.buffers[k]) for k in statistics)
+    if statistics and moved != fed.model.training:
+        found = 'moved: set mode = "train"' if moved else 'stayed: set mode = "eval"'
+        return TrainingEvidence(kind, False, f"{WARNING}: BatchNorm's statistics {found} in [model]")
     local, instead = fed.chain.local, ""
     adam = isinstance(local, LocalTraining) and local.adaptive
     if isinstance(local, LocalTraining) and adam and local.eps > SMALL_EPS:
@@ -111,7 +119,7 @@ def _read(fed: Federation, seen: Observation) -> tuple[Kind, str]:
     sizes = update.abs()
     large = sizes[sizes > sizes.max() / 2]
     share = float((large > (1 - ONE_SIZE) * sizes.max()).double().mean())
-    if len(large) >= FEW * int((sizes > 0).sum()) and share >= MOST:
+    if len(large) >= max(ENTRIES, FEW * int((sizes > 0).sum())) and share >= MOST:
         alike = f"{share:.0%} of its large entries have nearly one size, {float(sizes.max()):.3g}"
         return "Adam", f"{alike}, as after Adam's first steps, or a sign"
     sums = _class_sums(fed, seen, eps)
@@ -132,14 +140,18 @@ def _class_sums(fed: Federation, seen: Observation, eps: float) -> tuple[float, 
     """Return the classifier's sums over the classes, relative to its update and beyond rounding; the same without weight
     decay; and this decay, times theta's own sums. None: the sums of any training vanish, or no gradient's do.
     """
-    classes = fed.shards.dataset.classes
-    if not is_cross_entropy(fed.loss) or classes == 2:
+    classes, public = fed.shards.dataset.classes, fed.shards.auxiliary_batch()
+    if classes == 2:
         return None
     try:  # of the weight alone: many trainings leave the decay of biases out
         name, _ = layer_parameters(classifier(fed.model, fed.shards.dataset.shape))
     except ValueError:  # no fully connected layer computes the logits
         return None
     if name not in seen.update or seen.params[name].dim() < 2 or len(seen.update[name]) != classes:
+        return None
+    # other losses, and an activation behind the classifier, leave sums that do not vanish
+    slope = fed.gradient(seen.params, Batch(public.x[:TRIED], public.y[:TRIED]), generator("evidence"))[name].double()
+    if slope.sum(0).norm() > LEFT * slope.norm():
         return None
     update, theta = seen.update[name].double(), seen.params[name].double()
     size, sums, weights = float(update.norm()), update.sum(0), theta.sum(0)

@@ -260,6 +260,8 @@ def named_loss(table: Table, where: str) -> Loss:
         settings = check_arguments(target, arguments, where, dict.fromkeys(given))
         further = {k: v for k, v in settings.items() if k not in given}
         loss = partial(target, **further) if further else target
+    if isinstance(loss, nn.Module):
+        loss.requires_grad_(False)  # parameters of its own, such as class centers, are not uploaded
     if loss == cross_entropy():
         return F.cross_entropy  # same bits as the default, and attacks recognise it by identity
     return FittedLoss(loss, reads_input=True) if reads[2:3] == ["x"] else loss
@@ -391,9 +393,12 @@ def _check_kind(
 
 def takes_logits(loss: Loss, classes: int) -> bool:
     """Check that a loss takes any logits (B, classes), or those of every token, with one class each."""
-    logits, y, _ = _probe(loss, classes)
+    return _takes(loss, *_probe(loss, classes)[:2])
+
+
+def _takes(loss: Loss, outputs: Tensor, y: Tensor) -> bool:
     try:
-        _check_value(loss, logits, y)
+        _check_value(loss, outputs, y)
     except Exception:  # a user's function may raise anything
         return False
     return True
@@ -459,20 +464,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _takes_instead(loss: Loss, logits: Tensor, y: Tensor) -> str:
-    """Return what to change where a loss does not take logits, judged by the other forms that it takes; empty if by none."""
-    to_logits = "let the network return logits, without its last sigmoid or softmax, and use a loss of logits"
-    to_classes = (
-        "let the network return one logit for each class, torch.cat([torch.zeros_like(z), z], -1) of its logit z (without a "
-        "sigmoid), and leave [loss] out: the cross-entropy is then the same loss"
-    )
-    forms = [(logits.softmax(-1), f"; it takes probabilities: {to_logits}, such as the cross-entropy")]
+    """Return which other form of outputs a loss takes that does not take logits; empty if none of those tried."""
+    forms = {"probabilities": logits.softmax(-1)}
     if logits.shape[-1] == 2:
-        forms += [(logits[..., :1], f"; it takes one logit: {to_classes}")]
-        forms += [(logits[..., :1].sigmoid(), f"; it takes one probability: {to_classes}")]
-    for form, change in forms:
-        try:
-            loss(form, y)
-        except Exception:  # a user's function may raise anything for a form that it does not take
-            continue
-        return change
-    return ""
+        forms |= {"one logit": logits[..., :1], "one probability": logits[..., :1].sigmoid()}
+    found = next((what for what, form in forms.items() if _takes(loss, form, y)), "")
+    return f"; it takes {found}: let the network return this, as the app's does" if found else ""

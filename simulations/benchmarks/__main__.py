@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fedgauge.simulations.benchmarks.engine import engine
-from fedgauge.simulations.benchmarks.intercept import intercept
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, cells, record
 
-BENCHMARKS: Mapping[str, Callable[[], BenchmarkReport]] = {"engine": engine, "intercept": intercept}
+BENCHMARKS: Mapping[str, Callable[[], BenchmarkReport]] = {"engine": engine}
 RESULTS = Path(__file__).parent / "results"
 
 

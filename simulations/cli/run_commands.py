@@ -18,6 +18,7 @@ from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
+from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.server.views.participation import other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
 from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, refuse, several, tell
@@ -120,10 +121,8 @@ def audit(options: argparse.Namespace) -> int:
             enter_attacks(ledger, scenario, scenario.plan)
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
-                raise LedgerError(
-                    f"{run.folder} has no recorded updates: either none was accepted, [audit] curious is false, or they were "
-                    'deleted ([tape] keep, fedgauge prune). Run again with [tape] keep = "all"'
-                )
+                other = "[audit] curious is false, or they were deleted ([tape] keep, fedgauge prune), or the reason is above"
+                raise LedgerError(f"{run.folder} has no recorded updates: {none_accepted(ledger) or other}")
             refuse_misfit(scenario.federation, str(run.folder / "scenario.toml"))
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
             known = enter_attacks(ledger, scenario, plan)

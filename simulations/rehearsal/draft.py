@@ -148,7 +148,7 @@ def check_attackable(
     elif not form.next_token:
         if not isinstance(target := target_of(first, y), Problem):
             return target
-        draft.refuse(target.code, target.why, target.remedy, network)
+        draft.refuse(target.code, target.why, target.remedy, target.where)
     return None
 
 

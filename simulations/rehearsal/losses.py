@@ -83,19 +83,19 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
         remedy = "only a network that returns one tensor, used directly by the loss, can be attacked"
         return Problem("output", network, notes.get("output") or notes["values"], remedy)
     if y is None or not y.size:
-        return Problem("labels", network, "no labels were seen for some examples", "each example needs one label")
+        return Problem("labels", "", "no labels were seen for some examples", "each example needs one label")
     name, outputs = known[0], math.prod(first["output"][1:])
     classes = np.issubdtype(y.dtype, np.integer) and y.ndim == 1
     remedy = "one class, or one number for each output, is needed for an example"
     masks = [len(y), *first["output"][2:]] == list(y.shape) and name in OF_CLASSES
     if name in OF_CLASSES and (y == (ignored := losses[name].get("ignore_index", -100))).any():
         why = f"{name} ignores labels of {ignored}, which no attack restores"
-        return Problem("labels", network, why, "train on examples whose labels all count")
+        return Problem("labels", "", why, "train on examples whose labels all count")
     if classes and (len(first["output"]) != 2 or y.min() < 0 or name not in OF_CLASSES):
-        return Problem("labels", network, f"{name} compares classes {y.shape} with {tuple(first['output'])}", remedy)
+        return Problem("labels", "", f"{name} compares classes {y.shape} with {tuple(first['output'])}", remedy)
     if not classes and not masks and (y.size != len(y) * outputs or not np.issubdtype(y.dtype, np.floating)):
         why = f"labels are {y.dtype} of shape {y.shape[1:]}, outputs have shape {tuple(first['output'][1:])}"
-        return Problem("labels", network, why, remedy)
+        return Problem("labels", "", why, remedy)
     if len(first["output"]) > 2 and not first["reconstructs"]:
         outputs = first["output"][1]
     count = 2 if outputs == 1 and _two_classes(name, y) else outputs

@@ -25,6 +25,7 @@ from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.data_folder import read_npz
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
+from fedgauge.server.pool.update_checks import digest_of
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -244,7 +245,10 @@ def _proof(
         step = max((torch.finfo(t.dtype).eps for t in came if t.is_floating_point()), default=0.0)
         off, part, exact = _compared(update, seen, step)
         if not exact:
-            return f"{where}, computed again from the observed examples, differs by {off:.1%}, most in {part}", seconds
+            words = f"{where}, computed again from the observed examples, differs by {off:.1%}, most in {part}"
+            if not any(problem.code == "noise" for problem in draft.problems):
+                ledger.set_meta(training=words, training_fits="False", training_assumed=digest_of(scenario.protocol))
+            return words, seconds
         ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
         if later and len(trained) == 1 + len(later):
             last = read_observation(run, ledger, scenario.federation, later[-1]["round"], client, later[-1]["digest"])

@@ -44,6 +44,15 @@ def dense(shape: tuple[int, ...], outputs: int = 5, sigmoid: bool = False) -> nn
     return nn.Sequential(*layers, *[nn.Sigmoid()] * sigmoid)
 
 
+def convolutions(shape: tuple[int, ...]) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 10, 9, 9), nn.Sigmoid(), nn.Conv2d(10, 10, 3), nn.Flatten())
+
+
+def normed(shape: tuple[int, ...]) -> nn.Module:
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(32, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.Sigmoid(), head)
+
+
 class Auto(nn.Module):
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -85,6 +94,10 @@ def weighted(logits: Tensor, y: Tensor) -> Tensor:
 
 def total(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y, reduction="sum")
+
+
+def sum_of_findings(z: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(z, y, reduction="sum")
 
 
 def broadcast(output: Tensor, y: Tensor) -> Tensor:
@@ -213,9 +226,27 @@ def test_the_findings_of_fewer_examples_than_findings_are_restored(loss: str) ->
     assert sum(scores) / 8 > 0.9
 
 
-@pytest.mark.parametrize("loss", ["focal", "weighted", "total"])
-def test_classes_of_several_examples_are_restored_under_other_losses(loss: str) -> None:
-    found, truth = restored(built({"use": "mnist5k"}, {"use": "dense", "outputs": 10}, loss, batch_size=8))
+@pytest.mark.parametrize("head", ["convolutions", "normed"])
+def test_labels_are_optimised_where_no_fully_connected_layer_gives_the_logits(head: str) -> None:
+    fed = built({"use": "mnist5k"}, {"use": head}, "cross_entropy")
+    with pytest.raises(NotRestored):
+        restored(fed)
+    source, table = FederationSource(fed), {"use": "inverting_gradients", "iterations": 2}
+    (result,) = Auditor(source).audit(PlannedAttack.from_table(table, "x"), source.wave((0,)))
+    assert result.reconstruction.status == "converged"
+
+
+def test_findings_of_several_examples_are_not_claimed_under_a_sum() -> None:
+    with pytest.raises(NotRestored):
+        restored(built({"use": f"{HERE}:findings"}, {"use": "dense"}, "sum_of_findings", batch_size=3))
+
+
+@pytest.mark.parametrize(
+    ("loss", "sigmoid"), [("focal", False), ("weighted", False), ("total", False), ("cross_entropy", True)]
+)
+def test_classes_of_several_examples_are_restored_under_other_losses(loss: str, sigmoid: bool) -> None:
+    model = {"use": "dense", "outputs": 10, "sigmoid": sigmoid}
+    found, truth = restored(built({"use": "mnist5k"}, model, loss, batch_size=8))
     rights = [LabelKind().scores(y, guess)["label_accuracy"] for y, guess in zip(truth, found, strict=True)]
     assert sum(rights) / 8 > 0.9
 

@@ -8,15 +8,20 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
 
+from fedgauge.server.app import one_round
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.benchmarks.intercept import InMemory
+from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.strategy.build import build_strategy
+from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 MB = 2**20
@@ -44,6 +49,30 @@ def own_memory(rounds: int) -> MemoryUse:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return memory_of(os.getpid(), rounds)
+
+
+class InMemory:
+    """A scenario's federation, trained round by round with the real clients, check, recorder and strategy.
+
+    Args:
+        grid: of other clients than the real ones.
+    """
+
+    def __init__(
+        self, scenario: Scenario, recorder: Callable[[RoundReplies], object], grid: MemoryGrid | None = None
+    ) -> None:
+        params, buffers = scenario.federation.initial()
+        given = grid or MemoryGrid(scenario.protocol)
+        self._grid = cast(Grid, given)
+        inner = build_strategy(scenario.strategy, scenario.protocol.clients)
+        self._strategy = CheckedStrategy(
+            inner, recorder, buffers, scenario.protocol.seed, given.clients, protocol=scenario.protocol
+        )
+        self._arrays = ArrayRecord(params)
+
+    def advance(self, round: int) -> None:
+        """One round: weights out, every client trains, updates in, aggregation."""
+        self._arrays = one_round(self._strategy, self._grid, round, self._arrays, 600.0)
 
 
 def in_a_process(work: Callable[[Run], Result], run: Run) -> Result:

@@ -744,6 +744,20 @@ def test_uploads_that_cannot_be_attacked_are_recorded_and_reported_by_the_audit(
     assert capsys.readouterr().err.count("fedgauge: recording:") == 2
 
 
+def test_control_variates_of_the_weights_names_are_not_taken_for_weights(audit: Path) -> None:
+    def records(factor: float) -> RecordDict:
+        arrays = {name: by * factor for name, by in (("control", 0.0 if factor == 1 else 0.1), ("weights", 1.0))}
+        return RecordDict(
+            {k: ArrayRecord({n: by * t for n, t in model().state_dict().items()}) for k, by in arrays.items()}
+        )
+
+    tapped = tap(Nodes(asks=lambda m: Message(records(1.5), reply_to=m)), audit, audit.parent / "run")
+    tapped.send_and_receive([Message(records(1.0), 1, "train")])
+    run, seen, _ = opened(audit.parent / "run")
+    taped = run.tape().read(1, 0, seen[0]["digest"])
+    assert all(torch.equal(taped.params[k], t) for k, t in model().state_dict().items())
+
+
 @pytest.mark.parametrize("sent", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["weights", "updates"])
 def test_weights_and_differences_are_distinguished_and_give_the_same_observation(

@@ -14,11 +14,13 @@ from torch.nn import functional
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.training_evidence import TrainingEvidence, training_evidence
+from fedgauge.client.components import allowing
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import local_training
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 
+HERE = "tests.attacks.grading.test_training_evidence"
 BATCH = 8
 HEAD = ("linear.weight", "linear.bias")
 SGD = {"use": "local_sgd", "rate": 0.05}
@@ -27,12 +29,12 @@ ADAM = {"use": "local_training", "optimizer": "adam", "rate": 1e-3}
 LOOP = {"epochs": 3, "batch_size": 3, "shuffle": True}
 
 
-def federation(assumed: dict[str, Any], model: str = "lenet", **beside: Any) -> Federation:
+def federation(assumed: dict[str, Any], model: str | dict[str, Any] = "lenet", **beside: Any) -> Federation:
     tables = {
         "rounds": 1,
         "clients": 2,
         "data": {"use": "mnist5k", "batch_size": BATCH, "auxiliary": 100},
-        "model": {"use": model},
+        "model": {"use": model} if isinstance(model, str) else model,
         "chain": [assumed],
     }
     return Federation(Protocol.from_tables({**tables, **beside}))
@@ -128,16 +130,21 @@ def test_an_update_lost_in_the_rounding_of_half_precision_is_undecided() -> None
 FROZEN = {"use": "freeze", "layers": ["conv1", "conv2", "conv3"]}
 
 
-def brought(train: Callable[[nn.Module, Tensor, Tensor], None], assumed: list[dict[str, Any]]) -> TrainingEvidence:
+def brought(
+    train: Callable[[nn.Module, Tensor, Tensor], None],
+    assumed: list[dict[str, Any]],
+    model: str | dict[str, Any] = "lenet",
+) -> TrainingEvidence:
     """Of an update by a training as an app's author writes it with torch's own optimizers."""
-    fed = federation(SGD, chain=assumed)
+    fed = federation(SGD, chain=assumed, model=model)
     params, buffers = fed.initial()
     own, batch = copy.deepcopy(fed.model), fed.shards.batch_at(0, 1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         train(own, fed.shards.dataset.normalise(batch.x), batch.y)
     update = {k: p.detach() - params[k] for k, p in own.named_parameters()}
-    return training_evidence(fed, Observation(1, 0, params, update, buffers))
+    returned = {k: b for k, b in own.named_buffers() if k in buffers}
+    return training_evidence(fed, Observation(1, 0, params, update, buffers, returned=returned))
 
 
 def steps(
@@ -192,3 +199,40 @@ def test_training_of_apps_is_explained_correctly(
 ) -> None:
     found = brought(train, chain)
     assert found.fits is fits and named in found.words, found.words
+
+
+def ending(shape: tuple[int, ...], end: str) -> nn.Module:
+    ends = {"relu": nn.ReLU(), "sigmoid": nn.Sigmoid(), "log_softmax": nn.LogSoftmax(-1)}
+    return nn.Sequential(nn.Flatten(), nn.Linear(torch.Size(shape).numel(), 10), ends[end])
+
+
+def few(shape: tuple[int, ...]) -> nn.Module:
+    return nn.Sequential(nn.AvgPool2d(28), nn.Flatten(), nn.Linear(1, 10, bias=False))
+
+
+@pytest.mark.parametrize(
+    ("model", "fits"),
+    [
+        ({"use": "ending", "end": "relu"}, None),
+        ({"use": "ending", "end": "sigmoid"}, None),
+        ({"use": "ending", "end": "log_softmax"}, True),
+        ({"use": "few"}, True),  # of a few entries, half have one size by chance
+    ],
+    ids=lambda given: given.get("end", "few") if isinstance(given, dict) else "",
+)
+def test_an_activation_behind_the_classifier_or_few_weights_are_no_other_training(
+    model: dict[str, Any], fits: bool | None
+) -> None:
+    with allowing([HERE]):
+        found = brought(steps(), [SGD], {**model, "use": f"{HERE}:{model['use']}"})
+    assert found.fits is fits, found.words
+
+
+@pytest.mark.parametrize(("trained", "assumed"), [(True, "eval"), (False, "train"), (True, "train")])
+def test_batch_statistics_say_in_which_mode_the_client_trained(trained: bool, assumed: str) -> None:
+    def train(network: nn.Module, x: Tensor, y: Tensor) -> None:
+        steps()(network.train(trained), x, y)
+
+    found = brought(train, [SGD], {"use": "convnet", "width": 4, "norm": "batch", "mode": assumed})
+    assert found.fits is (trained == (assumed == "train"))
+    assert found.fits or f'mode = "{"train" if trained else "eval"}"' in found.words

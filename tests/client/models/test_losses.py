@@ -79,6 +79,21 @@ class Smooth(nn.Module):
     def forward(self, logits, labels):
         return F.cross_entropy(logits, labels, label_smoothing=self.part)
 
+class Bare(nn.Module):
+    def forward(self, logits, labels):
+        return F.cross_entropy(logits, labels)
+
+class Called:
+    def __call__(self, logits, labels):
+        return F.cross_entropy(logits, labels)
+
+class Centers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.zeros(5, 5))
+    def forward(self, logits, labels):
+        return F.cross_entropy(logits, labels) + (logits - self.centers[labels]).square().mean() - logits.square().mean()
+
 def total(logits, labels): return F.cross_entropy(logits, labels, reduction="sum")
 def each(logits, labels): return F.cross_entropy(logits, labels, reduction="none")
 def number(logits, labels): return F.cross_entropy(logits, labels).item()
@@ -164,6 +179,14 @@ def test_a_users_function_gets_its_arguments_from_the_table(own: None) -> None:
     assert torch.equal(smooth(logits, y), F.cross_entropy(logits, y, label_smoothing=0.3))
 
 
+@pytest.mark.parametrize("use", ["Bare", "Called", "Centers"])
+def test_a_users_class_needs_no_constructor_no_base_and_may_have_parameters(own: None, use: str) -> None:
+    logits, y = probe()
+    value = named_loss({"use": f"mylosses:{use}"}, "[loss]")(logits, y)
+    assert not value.requires_grad
+    assert torch.allclose(value, F.cross_entropy(logits, y))
+
+
 @pytest.mark.parametrize(
     ("table", "name"),
     [
@@ -182,8 +205,9 @@ def test_a_users_function_gets_its_arguments_from_the_table(own: None) -> None:
 def test_invalid_losses_are_refused(
     own: None, make_federation: MakeFederation, table: dict[str, Any], name: str
 ) -> None:
-    with pytest.raises(SpecError, match=rf"^\[loss\]: .*{name}"):
+    with pytest.raises(SpecError, match=rf"^\[loss\]: .*{name}") as refused:
         _ = make_federation(loss=table).loss
+    assert "it takes probabilities" not in str(refused.value)  # it does not take these either
 
 
 # ------------------------------------------------------------------------------------------------------- in a federation

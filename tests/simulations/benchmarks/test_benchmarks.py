@@ -10,7 +10,6 @@ import torch
 from fedgauge.client.models.vision import lenet
 from fedgauge.simulations.benchmarks.__main__ import BENCHMARKS, RESULTS, main
 from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, DIGITS, PUBLISHED, SpeedCase, engine, problem
-from fedgauge.simulations.benchmarks.intercept import InterceptCase, intercept
 from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure
 
 
@@ -51,20 +50,6 @@ def test_the_engine_benchmark_compares_every_case(monkeypatch: pytest.MonkeyPatc
         assert figure.value == pytest.approx(theirs / ours, rel=0.02)
     skipped = figures[f"lenet, {CIFAR_SHAPE}, K = 1, compiled: engine / {PUBLISHED} [x]"]
     assert (skipped.value, skipped.met) == (None, None) and "a C++ compiler" in skipped.note
-
-
-# ------------------------------------------------------------------------------------------------------- intercept
-
-
-def test_intercept_measures_recorder_and_tap_next_to_their_round() -> None:
-    case = InterceptCase("small", 2, {"use": "mlp", "hidden": [4]}, 2, 2, rounds=1, at_most=1e9)
-    figures = by_name(intercept((case,)))
-    assert figures.keys() == {
-        "small: recording [ms a round]",
-        "small: recording / round [% of wall seconds]",
-        "small: tap of a user's app / round [% of wall seconds]",
-    }
-    assert all(f.value is not None and f.value > 0 for f in figures.values())
 
 
 # ------------------------------------------------------------------------------------------- command line, results
