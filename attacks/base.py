@@ -339,7 +339,7 @@ class Attack(Checked, ABC):
 
     @property
     def role(self) -> Role:
-        """What its scores are compared as: a baseline reads no update, and a limit bounds every attack."""
+        """Role of its scores in comparisons: a baseline reads no update, and a limit bounds every attack."""
         return "attack"
 
     @property

@@ -21,6 +21,7 @@ class DelegatingAttack(Attack):
     attack: str | Mapping[str, Any] | Attack = field(default_factory=lambda: {"use": "inverting_gradients"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _ = self.inner  # so that an unknown attack is an error here
 
     @cached_property

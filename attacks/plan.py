@@ -123,12 +123,12 @@ class PlannedAttack:
 
     @cached_property
     def role(self) -> Role:
-        """As its component declares it; of an attack of a ledger, as its row says, since its module may not be there."""
+        """The role that its component declares; of an attack in a ledger, that of its row, as the module may be missing."""
         return self.build().role
 
     @cached_property
     def metric(self) -> str:
-        """The metric to report for an attack that reconstructs nothing; empty for an attack that reconstructs. As for role."""
+        """The metric to report for an attack that reconstructs nothing, read as `role` is; empty for one that reconstructs."""
         return self.build().metric
 
     @property

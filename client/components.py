@@ -99,7 +99,9 @@ def allow(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = T
     if wrong := [
         name for name in names if not all(map(str.isidentifier, name.split("."))) or name.split(".")[0] == OWN
     ]:
-        raise SpecError(f"--allow takes the name of a package outside fedgauge, as Python imports it, got {wrong[0]!r}")
+        raise SpecError(
+            f"--allow takes one package outside fedgauge, as Python imports it (repeat it for more), got {wrong[0]!r}"
+        )
     os.environ[ALLOW] = ",".join(names)
     os.environ[ALLOW_PATH] = os.pathsep.join(dict.fromkeys(str(folder.resolve()) for folder in folders))
     os.environ[PLUG_INS] = "all" if plug_ins else "allowed"
@@ -223,15 +225,15 @@ def own_line(error: BaseException) -> str:
 
 @contextmanager
 def errors_in(where: object, *kinds: type[Exception]) -> Iterator[None]:
-    """Begin an error's sentence with the file or table that it is in.
+    """Prefix an error's message with the file or table that it concerns.
 
     Raises:
         SpecError: for a SpecError, and for an error of these kinds.
     """
-    told: tuple[type[Exception], ...] = (SpecError, *kinds)
+    prefixed: tuple[type[Exception], ...] = (SpecError, *kinds)
     try:
         yield
-    except told as error:
+    except prefixed as error:
         raise SpecError(f"{where}: {getattr(error, 'strerror', None) or error}") from error
 
 
@@ -329,8 +331,9 @@ def check_arguments(
     allowed = [name for name in parameters if name not in given]
     for name in arguments:
         if name not in allowed:
-            choices = ", ".join([*allowed, *(b for b in more_keys if b not in allowed)]) or "none"
-            raise SpecError(f"{where}: unknown key {name!r} (it has: {choices})")
+            choices = [*allowed, *(b for b in more_keys if b not in allowed)]
+            near = "".join(f"; did you mean {key!r}?" for key in get_close_matches(name, choices, 1))
+            raise SpecError(f"{where}: unknown key {name!r} (it has: {', '.join(choices) or 'none'}){near}")
     hints = _hints(target)
     checked: dict[str, Any] = {}
     for name, parameter in parameters.items():

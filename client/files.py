@@ -69,9 +69,8 @@ def reading(name: object, form: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(
-            f"{name} is not {form} that can be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        why = getattr(error, "strerror", None)
+        raise ValueError(f"{name}: {why}" if why else f"{name} is not {form} that can be read: {error}") from error
 
 
 def read_file(path: Path, most: int) -> bytes:

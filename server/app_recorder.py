@@ -30,7 +30,7 @@ from fedgauge.client.arrays import npy_array
 from fedgauge.client.components import SpecError, coerce, settings_of
 from fedgauge.server.store.ledger_types import DEPLOYMENT, EMPTY, Participation
 from fedgauge.server.store.run import BASE, Run
-from fedgauge.server.store.scenario import TapeOptions
+from fedgauge.server.store.scenario import TapeOptions, allow_flags
 from fedgauge.server.store.tape import DTYPES
 from fedgauge.server.views.outcomes import none_accepted
 
@@ -124,11 +124,11 @@ class AppRecorder:
         run: a new one.
         tables: the audit file as parsed; nothing in it is built.
         base: the folder from which the audit file's relative paths start.
-        allow: packages that the scenario names, for the command that is logged at the end.
+        allow: further packages, for the command that is logged at the end.
     """
 
     def __init__(self, run: Run, tables: Mapping[str, Any], base: Path, allow: Sequence[str]) -> None:
-        self._run, self._allow = run, allow
+        self._run, self._command = run, f"fedgauge audit {run.folder.absolute()}{allow_flags(tables, allow)}"
         self._ledger, self._tape = run.ledger(), run.tape()
         self._lock = ExitStack()
         self._lock.enter_context(run.lock("training"))
@@ -371,11 +371,12 @@ class AppRecorder:
                 self._ledger.set_meta(**{EMPTY: why})
             self._ledger.set_meta(state=state, rounds=str(self._round))
             folder = self._run.folder.absolute()
-            command = " ".join((f"fedgauge audit {folder}", *(f"--allow {package}" for package in self._allow)))
             if self._taped:
-                say(INFO, "fedgauge recorded %d updates in %s. Attack them with: %s", self._taped, folder, command)
+                say(
+                    INFO, "fedgauge recorded %d updates in %s. Attack them with: %s", self._taped, folder, self._command
+                )
             else:
-                say(WARNING, "fedgauge recorded no update in %s; for the reason: %s", folder, command)
+                say(WARNING, "fedgauge recorded no update in %s; for the reason: %s", folder, self._command)
         finally:
             self._closed = True
             self._lock.close()

@@ -1,4 +1,4 @@
-"""Recorder of a scenario's own server: of a round the updates, its checkpoint, then observations and jobs."""
+"""Recorder of a scenario's own server: a round's updates, its checkpoint, then observations and jobs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ class UpdateRecorder:
     def __call__(
         self, intake: RoundReplies, checkpoint: Callable[[Sequence[Participation]], None] = lambda seen: None
     ) -> float:
-        """Record a round in the order tape, checkpoint, ledger, of which the last is one transaction.
+        """Record a round on the tape, then write its checkpoint, then its rows in the ledger, in one transaction.
 
         Args:
-            checkpoint: writes one, with who took part.
+            checkpoint: called with the participations, to write the round's checkpoint.
 
         Returns:
-            The seconds that this cost, without the checkpoint's.
+            Seconds that recording took, without the checkpoint.
         """
         started = time.perf_counter()
         seen = self._tape(intake)

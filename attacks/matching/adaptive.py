@@ -11,6 +11,7 @@ from fedgauge.attacks.engine.distances import Distance, cosine, left_out, visibl
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import unrolled
 from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.client.components import NotNegative
 from fedgauge.client.update import Batch
 
 
@@ -29,7 +30,7 @@ class leave_layer_out(Attack):
 
     layer: str = "auto"
     columns: bool = False
-    tv: float = 4e-4
+    tv: NotNegative = 4e-4
     rate: float = 0.1
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
@@ -63,7 +64,7 @@ class leave_layer_out(Attack):
         return engine.reconstruct(wave, known, budget, streams)
 
 
-def precode_joint(tv: float = 0.01, rate: float = 0.1, prior: float = 1e-3) -> GradientMatching:
+def precode_joint(tv: NotNegative = 0.01, rate: float = 0.1, prior: float = 1e-3) -> GradientMatching:
     """Against PRECODE if no first layer reveals the images: Inverting Gradients that optimises the bottleneck's noise too.
 
     Args:

@@ -39,7 +39,7 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
             image) and "noise" measure the effect of the start by itself.
 
     Raises:
-        ValueError: attack is not a gradient-matching recipe.
+        ValueError: attack is not a gradient-matching recipe, or alpha is outside 0 to 1.
     """
 
     attack: str | Mapping[str, Any] | Attack = "idlg"
@@ -49,6 +49,7 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
     start: Literal["blend", "half", "mean", "noise"] = "blend"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.inner, GradientMatching):
             raise ValueError("attack must be a gradient-matching recipe such as idlg")
 

@@ -7,7 +7,7 @@ from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective, surrogate_gradient, tied_epochs, unrolled
 from fedgauge.attacks.matching.priors import PRIOR, Prior, batch_statistics, magnitude, total_variation
 from fedgauge.attacks.matching.search import AdamSearch, LBFGSSearch
-from fedgauge.client.components import Table, build
+from fedgauge.client.components import NotNegative, Table, build
 
 CUTS = (3 / 8, 5 / 8, 7 / 8)
 
@@ -17,7 +17,7 @@ def _with(prior: Table | None, *others: Prior) -> tuple[Prior, ...]:
 
 
 def inverting_gradients(
-    tv: float = 0.01,
+    tv: NotNegative = 0.01,
     rate: float = 0.1,
     compile: bool = False,
     prior: dict | None = None,  # type: ignore[type-arg]  # as TOML gives it; `build` checks what is in it
@@ -59,7 +59,7 @@ def idlg(restart_above: float = 1e-6, tolerance: float = 1e-9, double: bool = Tr
 
 def bayes(
     conditional: Literal["known", "squared", "cosine"] = "known",
-    tv: float = 1e-2,
+    tv: NotNegative = 1e-2,
     rate: float = 0.1,
     decay: float = 1.0,
     anneal: float = 1.0,
@@ -79,7 +79,7 @@ def bayes(
 
 
 def grad_inversion(
-    tv: float = 1e-4, l2: float = 1e-6, bn: float = 0.1, group: float = 0.01, rate: float = 0.1
+    tv: NotNegative = 1e-4, l2: float = 1e-6, bn: float = 0.1, group: float = 0.01, rate: float = 0.1
 ) -> GradientMatching:
     """See through Gradients (Yin et al., CVPR 2021): squared distance, image and BatchNorm priors, coupled restarts.
 
@@ -93,7 +93,7 @@ def grad_inversion(
 
 
 def partial_matching(
-    keep: float = 0.5, flat: float = 0.1, reach: float = 1e-2, tv: float = 0.01, rate: float = 0.1
+    keep: float = 0.5, flat: float = 0.1, reach: float = 1e-2, tv: NotNegative = 0.01, rate: float = 0.1
 ) -> GradientMatching:
     """Partial gradient matching with a gradient penalty, after Fan et al. (USENIX Security 2025).
 
@@ -109,7 +109,7 @@ def partial_matching(
     return GradientMatching(Objective(matched, (total_variation(tv),)), search)
 
 
-def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
+def surrogate(tv: NotNegative = 0.01, rate: float = 0.1) -> GradientMatching:
     """Surrogate model extension (Zhu et al., ICLR 2023): one gradient between the end points replaces several local steps.
 
     A cheap alternative to unrolling the steps, as inverting_gradients does.
@@ -117,7 +117,7 @@ def surrogate(tv: float = 0.01, rate: float = 0.1) -> GradientMatching:
     return inverting_gradients(tv, rate).with_objective(training=surrogate_gradient())
 
 
-def federated_averaging(tied: float = 1.0, tv: float = 1e-3, rate: float = 0.1) -> GradientMatching:
+def federated_averaging(tied: float = 1.0, tv: NotNegative = 1e-3, rate: float = 0.1) -> GradientMatching:
     """Data leakage in federated averaging (Dimitrov et al., TMLR 2022): local steps over slices of unknown order.
 
     The steps are unrolled over a copy of the images for every epoch, and an order-invariant term ties the copies. Restarts

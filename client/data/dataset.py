@@ -208,7 +208,7 @@ def split(
 
     Args:
         partition: iid; dirichlet (label proportions drawn with concentration alpha); shards (sorted by label, each client
-            gets shards_per_client pieces); none (clients hold other examples, as an app's do: all of these are public).
+            gets shards_per_client pieces); none (clients hold other examples, as a recorded app's do).
         alpha: of dirichlet, above 0; smaller is more uneven.
         shards_per_client: of shards, at least 1.
         batch_size: examples that a client trains on in a round, at least 1; fewer leak more.

@@ -464,9 +464,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _takes_instead(loss: Loss, logits: Tensor, y: Tensor) -> str:
-    """Return which other form of outputs a loss takes that does not take logits; empty if none of those tried."""
+    """Return the other form of outputs that a loss takes if it takes no logits; empty if none of those tried."""
     forms = {"probabilities": logits.softmax(-1)}
     if logits.shape[-1] == 2:
         forms |= {"one logit": logits[..., :1], "one probability": logits[..., :1].sigmoid()}
     found = next((what for what, form in forms.items() if _takes(loss, form, y)), "")
-    return f"; it takes {found}: let the network return this, as the app's does" if found else ""
+    return f"; it takes {found}: let the network return that" if found else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
+from urllib.parse import quote
 
 from xxhash import xxh3_64_hexdigest
 
@@ -42,6 +43,11 @@ class RunCatalog:
         self.root = path if self._only is None else self._only.folder.parent
         self._readings: OrderedDict[str, RunSnapshot] = OrderedDict()
         self._lock = Lock()
+
+    @property
+    def first_page(self) -> str:
+        """The address of the only run, or of the list."""
+        return "" if self._only is None else f"run/{quote(self._only.name)}"
 
     def names(self) -> list[str]:
         """Return the runs, newest first."""

@@ -80,7 +80,8 @@ def serve(path: Path, host: str, port: int | None, token: str, ready: Callable[[
     app = make_app(path, token, NAMES if host in LOOPBACK else ("*",))
     listening = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
-    ready(f"http://{shown}:{listening.getsockname()[1]}/?token={quote(app.state.token, safe='')}")
+    opened = f"http://{shown}:{listening.getsockname()[1]}/{app.state.catalog.first_page}"
+    ready(f"{opened}?token={quote(app.state.token, safe='')}")
     page_server(app).run(sockets=[listening])
 
 

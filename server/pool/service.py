@@ -17,7 +17,7 @@ from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
 from fedgauge.server.pool.update_checks import TrainingCheck
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import ATTACKED_FROM, Lease
+from fedgauge.server.store.ledger_types import Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
 from fedgauge.server.store.tape import TapeError
@@ -75,17 +75,14 @@ def serve(
         ledger.release()
         source = TapeSource(scenario.federation, run=run, ledger=ledger)
         flying: dict[int, Lease] = {}
-        ledger.set_meta(**{ATTACKED_FROM: str(ledger.finished())})
         replayed = ledger.meta().get("replay") == "ok"  # otherwise check again: the difference may be repaired
         check = TrainingCheck(source) if ledger.foreign and not replayed else None  # of a user's own app
         coming = False
         while True:
             # asked before leasing: the next turn finds a job that arrives in between
-            training, coming = coming, follow()
+            coming = follow()
             if coming and ledger.foreign:  # a tap only records
                 ledger.enqueue(scenario.plan)
-            if training and not coming:  # the pace so far was that of the rounds
-                ledger.set_meta(**{ATTACKED_FROM: str(ledger.finished())})
             if not replayed:
                 replayed = check.begin(coming) if check else _check_replay(source, scenario, coming)
                 if ledger.meta().get("replay") == "mismatch" and not force:

@@ -33,7 +33,7 @@ NO_REPLAY = "not possible: the app's clients keep their data; they are taken to 
 
 
 def digest_of(protocol: Protocol) -> str:
-    """Return what tells one assumed training from another."""
+    """Return a digest that identifies the assumed training."""
     return sha256(protocol.to_json().encode()).hexdigest()
 
 
@@ -106,11 +106,8 @@ MOST_UPDATES = 12  # checked, of all rounds
 ORDERS, STEPS = 16, 64
 SAME = 0.999  # cosine from which nothing can explain an update better
 IN_ORDER, ANY_ORDER = 0.8, 0.5  # the least cosine of a truth that is right
-COMPARED = 4  # orders of each rival
-RIVALS, BETTER = (
-    7,
-    2,
-)  # batches of public examples with the truth's labels; so many explain an update as well as a wrong truth
+RIVALS, COMPARED = 7, 4  # batches of public examples with the truth's labels, and orders of each
+BETTER = 2  # so many of them explain an update as well as a wrong truth
 
 
 def doubt(fed: Federation, seen: Observation, own: Batch) -> str:

@@ -83,11 +83,11 @@ class Checkpoint:
             return None
         try:
             facts = json.loads(run_files.read(path, _MOST))
-            if "refused" not in facts:
+            if (refused := facts.get("refused")) is None:
                 return cls._of(facts, folder)
         except Exception as error:  # whatever a damaged file makes of it
             raise NotResumable(f"{path} is damaged: {type(error).__name__}: {error}") from error
-        raise NotResumable(f"{folder} cannot be resumed: {facts['refused']}")
+        raise NotResumable(f"{folder} cannot be resumed: {refused}")
 
     @classmethod
     def _of(cls, facts: Any, folder: Path) -> "Checkpoint":

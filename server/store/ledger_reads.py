@@ -10,7 +10,7 @@ from fedgauge.attacks.modality.registry import modality_measured, modality_store
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, wrong_client
 from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
-from fedgauge.server.store.ledger_types import ATTACKED_FROM, DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
+from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
 
 # an attack's card: what was agreed, then the results
 _CARD = f"a.knowledge || coalesce('{SEPARATOR}' || a.training, '') || coalesce('{SEPARATOR}' || a.grading, '')"
@@ -172,11 +172,22 @@ class LedgerReads(LedgerFile):
         (examples,) = row.fetchone() or (None,)
         return max(1, examples or 1)
 
-    def pace(self) -> float | None:
-        """Return jobs per second over the latest 100 of the last attack service; None before its second."""
+    def seconds_left(self, to_come: int = 0) -> float | None:
+        """Estimate the time until all jobs have ended, at each attack's latest seconds; None until each has ended once.
+
+        Args:
+            to_come: number of further jobs, in the present proportions.
+        """
         query = (
-            "SELECT count(ended) n, max(ended) - min(ended) span FROM jobs WHERE finished > max(?,"
-            " coalesce((SELECT CAST(value AS INTEGER) FROM meta WHERE key = ?), 0))"
+            "SELECT count(*), sum(state IN ('queued', 'leased')), (SELECT s.seconds FROM jobs f JOIN scores s ON s.job_id = f.id"
+            " WHERE f.attack_id = j.attack_id AND f.state = 'done' ORDER BY f.finished DESC LIMIT 1)"
+            " FROM jobs j GROUP BY attack_id"
         )
-        n, seconds = self._db.execute(query, (self.finished() - 100, ATTACKED_FROM)).fetchone()
-        return (n - 1) / seconds if n > 1 and seconds > 0 else None
+        rows = self._db.execute(query).fetchall()
+        if not rows or any(seconds is None for _, _, seconds in rows):
+            return None
+        more = to_come / sum(jobs for jobs, _, _ in rows)
+        work = sum((waiting + more * jobs) * seconds for jobs, waiting, seconds in rows)
+        at_work = "SELECT count(*) FROM (SELECT DISTINCT round, attack_id, wave FROM jobs WHERE state = 'leased')"
+        (waves,) = self._db.execute(at_work).fetchone()
+        return float(work / max(1, waves))

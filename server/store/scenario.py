@@ -3,6 +3,8 @@
 Clients receive its protocol part; the plan of attack, the strategy and the tape options stay with the server.
 """
 
+import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -312,6 +314,17 @@ def _with_canaries(protocol: Protocol) -> Table | None:
     # a sum has the number of its first client that answers
     clients = [client for group in protocol.groups(1) if canaries.intersection(group) for client in group]
     return {"clients": clients, **({"examples": each} if (each := protocol.canary_examples) else {})}
+
+
+def allow_flags(tables: Table, further: Sequence[str] = ()) -> str:
+    """Return the flags that allow the packages which a scenario names, each after a space.
+
+    Example:
+        >>> allow_flags({"model": {"use": "mynets.small:Net"}})
+        ' --allow mynets'
+    """
+    named = re.findall(r'"use": "([^\W\d]\w*)[\w.]*:', json.dumps(tables, default=str, ensure_ascii=False))
+    return "".join(f" --allow {package}" for package in dict.fromkeys([*further, *named]))
 
 
 def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> int:

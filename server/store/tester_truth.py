@@ -59,7 +59,7 @@ class TesterTruth:
             x, y = modality_of(like).arranged(arrays["x"]), arrays["y"]
         except (ValueError, TypeError, KeyError) as error:
             raise TruthError(f"{path} cannot be read as the truth, examples x and labels y: {error}") from error
-        if len(x) != len(y) or tuple(x.shape[1:]) != like.shape:
-            found = f"{len(x)} examples of shape {tuple(x.shape[1:])} and {len(y)} labels"
+        if x.shape[:1] != y.shape[:1] or tuple(x.shape[1:]) != like.shape:
+            found = f"examples x of shape {tuple(x.shape)} and labels y of shape {tuple(y.shape)}"
             raise TruthError(f"{path} has {found}; the audit's examples have {like.shape}, each with a label")
         return Batch(x.contiguous(), y.float() if y.is_floating_point() else y.long())

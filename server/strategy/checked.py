@@ -167,20 +167,18 @@ class CheckedStrategy(Wrapper):
         passed, outsized = self._within_norm(passed)
         rejected |= outsized
         accepted = tuple(reply for reply, _ in passed)
-        before, undone = dict(self.buffers), ""
-        try:
-            arrays, metrics, undone = self._aggregated(server_round, passed, bool(rejected))
-            if undone:
-                undone += ", so the round was undone: the next begins with the same weights"
-                log(WARNING, "fedgauge: round %d: %s", server_round, undone)
-        finally:  # whatever the wrapped strategy raises, the replies are recorded
-            summed = frozenset(
-                self.clients[m.metadata.src_node_id]
-                for m in received
-                if m.has_error() and m.error.code == SUMMED and m.metadata.src_node_id in self._asked
-            )
-            refused = (*rejected.values(), *self._missing(received))
-            self.record(RoundReplies(server_round, self._params, before, accepted, refused, sent, undone, summed))
+        before = dict(self.buffers)
+        arrays, metrics, undone = self._aggregated(server_round, passed, bool(rejected))
+        if undone:
+            undone += ", so the round was undone: the next begins with the same weights"
+            log(WARNING, "fedgauge: round %d: %s", server_round, undone)
+        summed = frozenset(
+            self.clients[m.metadata.src_node_id]
+            for m in received
+            if m.has_error() and m.error.code == SUMMED and m.metadata.src_node_id in self._asked
+        )
+        refused = (*rejected.values(), *self._missing(received))
+        self.record(RoundReplies(server_round, self._params, before, accepted, refused, sent, undone, summed))
         return arrays, metrics
 
     def _aggregated(

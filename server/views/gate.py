@@ -13,6 +13,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.views.formatting import number
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import why_not_tested
+from fedgauge.server.views.notices import audit_command
 from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of
@@ -126,7 +127,7 @@ def judged(
     results = []
     for threshold in thresholds:
         found = measured.get(threshold.metric, Measurement(None, otherwise))
-        if found.estimated:
+        if found.estimated and GateResult(threshold, found).outcome != "failed":
             why = "accepted, though an estimate is no bound" if estimates else NO_PROOF
             found = replace(found, words=f"{found.words}; {why}", conclusive=estimates)
         results.append(GateResult(threshold, found))
@@ -148,7 +149,8 @@ def gate_of_run(reading: RunSnapshot, thresholds: Sequence[Threshold]) -> list[G
             why = why if found.value is None else f"a value within the threshold proves nothing: {why}"
             complete = kind == "epsilon" or not reading.plan_coverage.words
             found = Measurement(found.value, f"{found.words}; {why}", conclusive=False, complete=complete)
-        results.append(GateResult(threshold, found))
+        words = found.words.replace("fedgauge audit RUN", audit_command(reading))
+        results.append(GateResult(threshold, replace(found, words=words)))
     return results
 
 

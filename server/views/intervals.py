@@ -103,7 +103,7 @@ def luck_bound(rate: float, expected: float, n: float) -> float:
 
 
 def luck_of_hits(own: Rate, guess: Rate) -> float:
-    """Return the probability of so many own hits if a guess hits as often (Fisher's exact test).
+    """Return the probability of at least as many hits if the attack is no better than the guess (Fisher's exact test).
 
     Example:
         >>> luck_of_hits(Rate(2, 2), Rate(0, 2))  # doctest: +ELLIPSIS

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_types import EMPTY
+from fedgauge.server.store.scenario import allow_flags
 from fedgauge.server.views.formatting import shortened
 from fedgauge.server.views.outcomes import failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import other_sizes
@@ -23,6 +24,20 @@ class Notice(NamedTuple):
     command: str = ""
 
 
+def audit_command(reading: RunSnapshot) -> str:
+    return _command("audit", reading)
+
+
+def _command(verb: str, reading: RunSnapshot) -> str:
+    return f"fedgauge {verb} {shlex.quote(str(reading.run.folder))}{allow_flags(reading.tables)}"
+
+
+def _is_resumable(reading: RunSnapshot) -> bool:
+    """Return whether the training of a simulation ended early, which is continued before the attacks."""
+    ended = reading.state in ("interrupted", "failed") and not reading.run.model.exists()
+    return ended and not reading.ledger.deployed
+
+
 def notices(reading: RunSnapshot) -> list[Notice]:
     return [*_of_training(reading), *_of_attacks(reading)]
 
@@ -34,7 +49,10 @@ def _of_training(reading: RunSnapshot) -> Iterator[Notice]:
     elif trained < planned or reading.state == "training":
         state = "training" if reading.state == "training" else reading.meta.get("state", "")
         logs = "; see logs/flower.log in the run folder" if state == "failed" else ""
-        yield Notice(f"The training {ENDED.get(state, 'ended')} after {trained} of {planned} rounds{logs}.")
+        words, again = f"The training {ENDED.get(state, 'ended')} after {trained} of {planned} rounds{logs}.", ""
+        if _is_resumable(reading):
+            words, again = f"{words} Continue it with:", _command("run --resume", reading)
+        yield Notice(words, again)
     problems = reading.ledger.problems()
     alike = Counter(problem.code for problem in problems)
     for problem in problems:  # each kind once
@@ -45,7 +63,7 @@ def _of_training(reading: RunSnapshot) -> Iterator[Notice]:
 
 def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
     jobs, meta, ledger = reading.jobs, reading.meta, reading.ledger
-    again, waiting = f"fedgauge audit {shlex.quote(str(reading.run.folder))}", jobs.progress.waiting
+    again, waiting = audit_command(reading), jobs.progress.waiting
     if not reading.tables.get("audit", {}).get("curious", True):
         yield Notice("The server was not curious: set [audit] curious = true and run again.")
     elif waiting and meta.get("replay") == "mismatch":
@@ -54,7 +72,7 @@ def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
             f"{jobs.words}: {words}. After correcting scenario or code (or with --force) check again with:", again
         )
     elif waiting:
-        at_work = reading.state in ("training", "attacking")
+        at_work = reading.state in ("training", "attacking") or _is_resumable(reading)
         yield Notice(f"{jobs.words}.") if at_work else Notice(f"{jobs.words}. Continue with:", again)
     elif not jobs.progress.total and any(o["digest"] for o in reading.observations):
         yield Notice("Updates were recorded, but no attack is planned for them. Attack them with:", again)

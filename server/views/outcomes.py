@@ -61,4 +61,6 @@ def work_words(jobs: Jobs) -> list[str]:
     """Describe the state of the attacks: counts and time left."""
     of = jobs.progress
     words = [jobs.words, *(f"{n} {what}" for n, what in ((of.leased, "running"), (of.queued, "waiting")) if n)]
-    return words if jobs.seconds_left is None else [*words, f"about {jobs.seconds_left / 60:.1f} min left"]
+    if (left := jobs.seconds_left) is None:
+        return words
+    return [*words, f"about {left / 60:.0f} min left" if left >= 60 else f"about {max(1, left):.0f} s left"]

@@ -143,12 +143,12 @@ class Jobs:
     Args:
         progress: of the existing jobs.
         to_come: number of jobs that the remaining rounds will add if every client takes part.
-        pace: jobs a second over the latest ones; None before the second.
+        seconds_left: time until all have ended; None if unknown, or while none waits.
     """
 
     progress: Progress
     to_come: int = 0
-    pace: float | None = None
+    seconds_left: float | None = None
 
     @property
     def expected(self) -> int:
@@ -161,14 +161,9 @@ class Jobs:
 
     @property
     def words(self) -> str:
-        """Counts, such as "12 of 40 attacks done, 2 failed"."""
+        """Counts, such as "12 of 40 jobs done, 2 failed"."""
         failed = f", {self.progress.failed} failed" if self.progress.failed else ""
-        return f"{self.progress.done} of {self.expected} attacks done{failed}"
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Time until all jobs have ended, at this pace; None while no job waits."""
-        return self.left / self.pace if self.pace and self.progress.waiting else None
+        return f"{self.progress.done} of {self.expected} jobs done{failed}"
 
 
 def viewed(make: Make) -> Make:
@@ -235,7 +230,7 @@ class RunSnapshot:
         """Read the ledger; of the scores only new ones."""
         ledger, retried = self.ledger, self.meta.get(RETRIED)
         self.views.clear()
-        self.meta, self.progress, self.pace = ledger.meta(), ledger.progress(), ledger.pace()
+        self.meta, self.progress = ledger.meta(), ledger.progress()
         if self.meta.get(RETRIED) != retried:  # rows were deleted
             self.scores, self._finished = Scores.empty(), 0
         self.scores = replace(self.scores, roles={row["name"]: row["role"] for row in ledger.attacks()})
@@ -338,7 +333,7 @@ class RunSnapshot:
         if scenario is not None and scenario.audit.curious:
             rounds = int(self.meta.get("rounds") or scenario.protocol.rounds)
             to_come = expected_jobs(scenario, max(self.ledger.last_observed(), max(self.rounds, default=0)), rounds)
-        return Jobs(self.progress, to_come, self.pace)
+        return Jobs(self.progress, to_come, self.ledger.seconds_left(to_come) if self.progress.waiting else None)
 
     @cached_property
     def class_shares(self) -> tuple[float, ...]:

@@ -135,12 +135,11 @@ def excesses(scores: Scores) -> list[ExcessLeakage]:
 def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifference, attacks: int) -> ExcessLeakage:
     own, hits = main.of_attack(attack), identified.of_attack(attack)
     keys, sign = own.example_keys(), main.measure.sign
-    highest = np.fmax.reduce(
-        [sign * values_of(main.of_attack(b), keys) for b in rivals_of(main, attack)]
-    )  # NaN: none graded
+    rivals = rivals_of(main, attack)
+    highest = np.fmax.reduce([sign * values_of(main.of_attack(b), keys) for b in rivals])  # NaN: none graded
     hit = values_of(hits, keys)
     luck, rate, by_chance = 1.0, _rate_of(hits), _rate_of(identified.of_attack(wrong_client(attack)))
-    guesses = [guess for b in rivals_of(main, attack) if (guess := _rate_of(identified.of_attack(b)))]
+    guesses = [guess for b in rivals if (guess := _rate_of(identified.of_attack(b)))]
     if rate and by_chance:
         luck = max(_luck_of_labels(hits), *(luck_of_hits(rate, guess) for guess in guesses))
     low, high = gain.interval(attacks) or (None, None)

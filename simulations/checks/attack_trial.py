@@ -36,7 +36,7 @@ def check_attacks(scenario: Scenario, patience: float = math.inf) -> Iterator[Ch
         reason = _untried(attack) or ("no time is left" if time.perf_counter() - began > patience else "")
         name = f"attack {attack.name}"
         if reason:
-            results.append(CheckResult(name, None, False, f"not tried: {reason}"))
+            results.append(CheckResult(name, None, False, reason))
         else:
             found = attempt(name, partial(_once, auditor, source, attack))
             results.append(replace(found, needed=found.code != NOT_APPLICABLE))

@@ -113,9 +113,9 @@ def _line(text: str) -> str:
 
 def _events(owner: OwnerConfig) -> Sequence[Event]:
     log = ClientFolder(owner.state).log
-    if not log.exists():
-        return ()
     with errors_in(log, OSError, ValueError):
+        if not log.exists():
+            return ()
         return [json.loads(line) for line in read_file(log, MOST_BYTES).decode(errors="replace").splitlines()]
 
 

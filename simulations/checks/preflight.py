@@ -123,7 +123,8 @@ class _Probe:
         noun, count = self.auditor.modality.parts, "1 example" if self.size == 1 else f"{self.size} examples"
         words = f"{visible:,} entries of an update are not zero, for {unknowns:,} unknown {noun} of {count}"
         if visible >= unknowns:
-            yield Finding("weak", f"{words}: enough to determine them without noise", "larger batches and more noise")
+            noise = ", but for the noise" if noise_is_known(self.fed) else ""
+            yield Finding("weak", f"{words}: enough to determine them{noise}", "larger batches and more noise")
         else:
             yield Finding("note", f"{words}: too few to determine them without a prior, such as the one of images")
         modules = dict(self.fed.model.named_modules())

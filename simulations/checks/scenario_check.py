@@ -128,7 +128,8 @@ def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
     data = fed.shards.dataset
     yield CheckResult("data", True, True, describe_data(data))
     sizes = [len(own) for own in fed.shards.indices]
-    message = f"{min(sizes):,} to {max(sizes):,} examples per client, {fed.shards.batch_size} of them per round"
+    range_of = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
+    message = f"{range_of} examples per client, {fed.shards.batch_size} of them per round"
     yield CheckResult("shards", True, True, message)
     if data.one_class and (absent := sorted(set(range(data.classes)) - set(data.y.unique().tolist()))):
         why = f"no training example of {len(absent)} classes, the first of them {absent[0]}"

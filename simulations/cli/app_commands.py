@@ -63,7 +63,7 @@ def app(options: argparse.Namespace) -> int:
             status = main(["audit", *given])
             write_report(run)
     console.print(
-        "a server that deploys this app receives such updates too, and can attack them; only the grades need the examples"
+        "a server that runs this app receives such updates too, and can attack them; only grading needs the examples"
     )
     allow = " ".join(f"--allow {package}" for package in found.packages)
     console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {folder}: ", end="")

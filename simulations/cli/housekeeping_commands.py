@@ -41,7 +41,7 @@ def runs(options: argparse.Namespace) -> int:
             tell(error)
         rows.append([run.folder.name, *columns])
     if rows:
-        heads = ("run", "state", "rounds", "chain", "attacks", "attacks done", "best")
+        heads = ("run", "state", "rounds", "chain", "attacks", "jobs done", "best")
         wide_console().print(rich_table(Table.texts("", heads, rows)))
     else:
         tell(f"no runs in {options.runs}; {NO_RUNS}")

@@ -76,7 +76,7 @@ def add_log(command: argparse.ArgumentParser) -> None:
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:
-    several(command, "--set", "KEY=VALUE", "set one value, e.g. chain.0.max_norm=2 (repeatable)")
+    several(command, "--set", "KEY=VALUE", "set one value, e.g. chain.0.max_norm=2 of the first link (repeatable)")
 
 
 def add_gate(command: argparse.ArgumentParser) -> None:

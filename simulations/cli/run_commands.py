@@ -84,9 +84,6 @@ def run(options: argparse.Namespace) -> int:
             if options.log == "json":
                 emit("error", words=str(error))
             status = FAILED
-    if status and not folder.model.exists() and (folder.folder / "checkpoint.json").exists():
-        also = " --in-memory" if options.in_memory else ""
-        tell(f"continue the training with: fedgauge run --resume {folder.folder}{also}")
     print_summary(folder, options.log)
     return status
 

@@ -10,7 +10,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.leak_tables import rounds_table
-from fedgauge.server.views.notices import notices
+from fedgauge.server.views.notices import audit_command, notices
 from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on
 from fedgauge.server.views.participation import guarded, participation
 from fedgauge.server.views.privacy import canaries
@@ -50,7 +50,12 @@ def wide_console() -> Console:
 
 
 def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
-    console = wide_console()
+    console, command = wide_console(), audit_command(reading)
+
+    def say(text: str, style: str | None = None) -> None:
+        words = printable(text.replace("fedgauge audit RUN", command))
+        console.print(words, style=style, markup=False, highlight=False, soft_wrap=True)
+
     ledger, meta = reading.ledger, reading.meta
     table = rounds_table(reading).only(*SHOWN)
     if table.rows:
@@ -58,11 +63,11 @@ def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
     verdict = verdict_of(reading).sentences if ledger.attacks() or not table.rows else ()
     said = "\n".join(verdict)
     if said:
-        _print_line(console, said, "bold")
+        say(said, "bold")
     if reading.scores.left_ungraded and (reason := ungraded_reason(reading)):
-        _print_line(console, f"reconstructions without a grade, which the report shows: {reason}")
+        say(f"reconstructions without a grade, which the report shows: {reason}")
     if meta.get("replay") == "ok":
-        _print_line(console, f"replay check: {meta['replay_detail']}")
+        say(f"replay check: {meta['replay_detail']}")
     effects = server_attack_effects(reading)
     reasons: dict[str, list[str]] = {}
     for row in ledger.reasons():
@@ -77,14 +82,10 @@ def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
         *islice((f"{', '.join(attacks)}: {reason}" for reason, attacks in reasons.items()), MOST_REASONS),
     ):
         if text:
-            _print_line(console, text)
+            say(text)
     for text in noted:
         if text[1:-1] not in said:
-            _print_line(console, text, "yellow")
-
-
-def _print_line(console: Console, text: str, style: str | None = None) -> None:
-    console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+            say(text, "yellow")
 
 
 def _clients(ledger: Ledger) -> str:

@@ -6,6 +6,7 @@ import sys
 import tomllib
 import warnings
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console
@@ -53,7 +54,8 @@ def list_components(options: argparse.Namespace) -> int:
     from fedgauge.simulations.cli.components import KINDS, components_of, print_components
 
     unknown = options.kind is not None and options.kind not in KINDS
-    refuse({f"there is no kind {options.kind!r}: the kinds are {', '.join(KINDS)}": unknown})
+    near = "".join(f"; did you mean {kind!r}?" for kind in get_close_matches(options.kind or "", KINDS, 1))
+    refuse({f"there is no kind {options.kind!r}: the kinds are {', '.join(KINDS)}{near}": unknown})
     print_components(components_of(options.kind), Console(soft_wrap=True))
     return 0
 

@@ -30,7 +30,6 @@ CELL_KEYS = (
     *("members", "alone", "faintest", "heavy"),
 )
 JOINED = ("data", "model", "train")
-BEYOND_METRICS = ("spread", "n", "iterations", "restarts")  # of what a paper reports of an attack
 
 
 def packaged() -> dict[str, Path]:

@@ -130,7 +130,7 @@ def sweep_of_file(path: Path, folder: Path, jobs: int) -> int:
         interrupted = True
     if rows:
         print_table(summary(rows, sweep.defenses))
-    for row in (row for row in rows if row.mean is None):
+    for row in (row for row in rows if row.mean is None or row.reason):
         print(f"{row.defense}, {row.attack}, seed {row.seed}: {row.reason or 'nothing was graded'}")
     ended = [Run(folder / cell.folder) for cell in sweep.cells if is_done(folder / cell.folder)]
     if ended:

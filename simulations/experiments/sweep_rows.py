@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.modality.images import ImageModality
@@ -22,9 +23,12 @@ from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
 from fedgauge.server.views.tables import Table
+from fedgauge.server.views.verdict import doubts
 from fedgauge.simulations.checks.check_result import sentence
 from fedgauge.simulations.experiments.results import markdown
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
+
+DOUBT = "little leakage proves nothing"
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class SweepRow:
         of_error: as the limits, the PSNR of the mean squared error over all attacked examples; gap: limit less of_error, in dB.
         epsilon: for replacing one record, over the rounds that were run, if a guarantee holds.
         n: graded examples; failed: attacked examples without a grade.
-        reason: why there is no number, or why some are missing.
+        reason: why there is no number, why some are missing, or why a low one proves nothing.
         metric: by which the attacks are compared, or the question of membership; an older sweep's rows do not name it.
         detected: share of members that a membership test detects at 1 % false positives.
         exact: the best is an exact hit, which is inf here and in CSV, and null in JSON.
@@ -107,6 +111,11 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: RunSnapshot) -> Sweep
     observations = reading.ledger.observations()
     if not any(o["status"] == "accepted" for o in observations):
         reasons += dict.fromkeys(f"no update was accepted: {o['reason']}" for o in observations[:1])
+    of_examples, spent = metric in reading.scores.modality.measured, spent_in(reading)
+    if leak is not None and (why := doubts(reading, "examples" if of_examples else "members")):
+        reasons.append(f"{DOUBT}: {why}")
+    if spent.record is None and (scenario := reading.built) and noise_is_known(scenario.federation):
+        reasons.append(spent.words)
     return SweepRow(
         defense=cell.defense,
         attack=attack,
@@ -116,7 +125,7 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: RunSnapshot) -> Sweep
         augmented=mean_of(changed),
         baseline=mean_of(best_of(pooled.values(), "baseline")),
         limit=limits.estimate,
-        epsilon=rounded(spent_in(reading).record),
+        epsilon=rounded(spent.record),
         n=leak.n if leak else 0,
         failed=sum(leak.failed.values()) if leak else 0,
         reason="; ".join(reasons),
@@ -214,6 +223,8 @@ def _strongest(own: Sequence[SweepRow], by: MainMetric) -> tuple[str, str]:
         words += f" ({number(of_best[0].low, 1)} to {number(of_best[0].high, 1)})"
     elif len(seeds := [r.mean for r in of_best if r.mean is not None]) > 1:
         words += f" (seeds {number(min(seeds), 1)} to {number(max(seeds), 1)})"
+    if any(DOUBT in r.reason for r in of_best):
+        words += " (proves nothing)"
     if other is not None:
         words += f"; {number(augmented[other], 1)} to what was trained on" + f", by `{other}`" * (other != best)
     return f"`{best}`", words

@@ -179,8 +179,6 @@ def progress_line(reading: RunSnapshot) -> str:
     if (accuracy := final_accuracy(reading.rounds)) is not None:
         parts.append(f"{reading.scores.label_kind.utility} {accuracy:.1%}")
     parts += work_words(jobs)
-    if not jobs.left and reading.plan_coverage.words:
-        parts.append(reading.plan_coverage.words)
     leaks = [leak for leak in reading.pooled(by.metric).values() if leak.role == "attack"]
     best = by.leakiest((k.best for k in leaks if k.best is not None), float)
     if best is not None and (strongest := best_of(leaks, "attack")):

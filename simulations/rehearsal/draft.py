@@ -199,7 +199,7 @@ def write_draft(
     if (dp := first["dp"]) is not None:
         settings = {key: dp[key] for key in ("max_norm", "noise_multiplier")}
         draft.add("[[chain]]", "Opacus' optimizer", use="dp_sgd", **settings)
-        draft.note("noise", "clients add noise, so the update that is computed again differs")
+        draft.note("noise", "clients add noise, so the recomputed update differs")
     steps = first["steps"]
     if not steps:
         draft.note(

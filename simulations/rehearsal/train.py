@@ -55,9 +55,8 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     language = save_language([seen for rounds in grid.trained.values() for seen in rounds], run.folder / "language")
     clients: dict[int, list[dict[str, Any]]] = {}
     for node, rounds in grid.trained.items():
-        steps = [
-            seen for seen in rounds if seen.network is not None
-        ] or rounds  # without messages that ask for statistics
+        # without messages that ask for statistics
+        steps = [seen for seen in rounds if seen.network is not None] or rounds
         names = (f"node-{node}-{k}.npz" for k in range(1, len(steps) + 1))
         clients[node] = [_facts(*each, language, run.folder / "observed") for each in zip(steps, names, strict=True)]
     frameworks = [name for name in FRAMEWORKS if name in sys.modules]

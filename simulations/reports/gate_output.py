@@ -27,7 +27,11 @@ def gate_status(results: Sequence[GateResult]) -> int:
 
 
 def gate_lines(results: Sequence[GateResult]) -> list[str]:
-    return [printable(f"gate: {r.outcome} (it fails if {r.threshold}); {r}") for r in results]
+    said = [
+        "inconclusive" if r.outcome == "not measured" and r.measurement.value is not None else r.outcome
+        for r in results
+    ]
+    return [printable(f"gate: {word} (it fails if {r.threshold}); {r}") for word, r in zip(said, results, strict=True)]
 
 
 def gate_tables(results: Sequence[GateResult]) -> list[dict[str, object]]:

@@ -8,7 +8,6 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.files import writing
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store import run_files
@@ -34,8 +33,8 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
     with ExitStack() as stack:
         distinct = {run.folder.absolute(): run for run in runs}
         readings = [stack.enter_context(read_once(run)) for run in distinct.values()]
-        metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]
-        comparisons = [compare(readings, metric) for metric in metrics] or [compare(readings)]
+        first = compare(readings)  # by the main measure
+        comparisons = [first, *(compare(readings, name) for name, _ in first.metrics if name != first.metric)]
     return _write(path, "comparison.html", {"data": in_json(comparisons), "names": comparisons[0].runs})
 
 

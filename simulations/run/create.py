@@ -47,10 +47,12 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
     """Create a run in this folder, with its attacks in the ledger.
 
     Raises:
-        SpecError: a deployment cannot do what the scenario asks for.
+        SpecError: a deployment cannot do what the scenario asks for, or simulated clients would hold no examples.
     """
     if mode == DEPLOYMENT:
         check_deployable(scenario)
+    elif scenario.protocol.data.get("partition") == "none":
+        raise SpecError('[data] partition = "none" leaves simulated clients no examples of their own: use "iid"')
     elif "RAY_ADDRESS" not in os.environ:
         scenario = _with_waves_for(scenario, scenario.audit.devices_here())
     run = Run.create(folder, scenario)

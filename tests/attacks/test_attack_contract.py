@@ -256,7 +256,7 @@ def test_an_attack_gets_no_truth() -> None:
     fields = {f.name for kind in (Observation, Wave, Knowledge) for f in dataclasses.fields(kind)}
     assert fields == {
         *("round", "client", "clients", "params", "update", "buffers", "model", "chain", "shape", "classes"),
-        *("batch_size", "mean", "std", "labels", "label_kind", "auxiliary", "loss", "text", "columns", "plain"),
+        *("batch_size", "mean", "std", "labels", "label_kind", "auxiliary", "loss", "lengths", "columns", "plain"),
         *(
             "correction",
             "returned",

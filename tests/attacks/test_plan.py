@@ -23,7 +23,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"use": "fedgauge.server.pool.executors:Pool"}, "not allowed"),
     ({}, "use ="),
     ({**IG, "tvv": 0.1}, "'tvv'"),
-    ({**IG, "tv": -1}, "total_variation"),
+    ({**IG, "tv": -1}, "tv must be at least 0"),
     ({**IG, "rate": 0}, "rate"),
     ({**IG, "iterations": 0}, "iterations"),
     ({**IG, "iterations": 5.0}, "iterations"),

@@ -66,7 +66,7 @@ def test_a_misspelt_name_gets_the_nearest(kind: str, misspelt: str, meant: str |
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"max_nrom": 1.0}, "unknown key 'max_nrom' (it has: max_norm, each)"),
+        ({"max_nrom": 1.0}, "unknown key 'max_nrom' (it has: max_norm, each); did you mean 'max_norm'?"),
         ({}, "needs the key 'max_norm'"),
         ({"max_norm": "1"}, "max_norm must be a number, got '1'"),
         ({"max_norm": True}, "max_norm"),

@@ -201,7 +201,7 @@ def read_all(path: Path) -> None:
             list(ledger.scores_since(0)),
             ledger.last_round(),
             ledger.finished(),
-            ledger.pace(),
+            ledger.seconds_left(),
         ]
         assert len(seen) == 12
 

@@ -816,6 +816,17 @@ def test_only_what_the_audit_file_asks_for_is_kept(audit: Path) -> None:
     assert len(seen) == 3 * NODES
 
 
+def test_the_command_that_is_logged_allows_the_packages_that_the_audit_file_names(
+    audit: Path, log: pytest.LogCaptureFixture
+) -> None:
+    audit.write_text(AUDIT.replace('use = "mlp", hidden = [8]', 'use = "theirs.net:Net"'))
+    start(FedAvg(fraction_evaluate=0.0), tap(Nodes(), audit, audit.parent / "run", ["more"]))
+    opened(audit.parent / "run")
+    assert any(
+        line.endswith(f"fedgauge audit {audit.parent / 'run'} --allow more --allow theirs") for line in log.messages
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 

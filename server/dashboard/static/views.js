@@ -95,7 +95,7 @@ const lines = ({ limit, measure: { name, unit, cap } }) => "Solid: means over ex
   + `Grey: guesses that do not read the update. ${cap === null ? "" : `${name} above ${cap} ${unit} is drawn at ${cap}. `}${limit}`;
 
 function progressBar({ done, failed }, all) {
-  return el("progress", { max: Math.max(1, all), value: done + failed, "aria-label": "attacks done" });
+  return el("progress", { max: Math.max(1, all), value: done + failed, "aria-label": "jobs done" });
 }
 
 /** Progress of training and attacks, in a strip of constant height. */

@@ -66,7 +66,6 @@ def test_each_position_of_shadow_data_has_its_word_as_candidate_and_copies_are_m
     [
         ({"batch_size": 2}, "batch of 2"),
         ({"auxiliary": None}, "auxiliary"),
-        ({"text": None}, "language model"),
         ({"model": mlp((1, 4, 4), 2)}, "language model"),
     ],
 )

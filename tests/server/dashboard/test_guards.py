@@ -89,4 +89,7 @@ def test_watch_prints_the_address_logs_no_request_and_ends_at_once(folder: Path)
         assert address.endswith("/?token=abc")
         assert httpx.get(address.replace("abc", "wrong")).status_code == 401
         assert httpx.get(address.replace("/?", "/api/version?"), follow_redirects=True).status_code == 200
+    with served(folder / "complete", "--token", "abc") as address:
+        assert address.endswith("/run/complete?token=abc"), "the run's page, not a list"
+        assert httpx.get(address).status_code == 303
     assert len(server.log.splitlines()) == 1, "that it serves, and nothing of what it was asked"

@@ -194,18 +194,6 @@ def test_a_pool_that_follows_waits_for_what_is_still_to_come(kit: Any, tmp_path:
     assert meta(run)["replay"] == "ok"
 
 
-def test_the_pace_after_the_training_counts_no_wait_for_rounds(kit: Any, tmp_path: Path) -> None:
-    run = kit.make_run(tmp_path / "run", kit.scenario(attack=[]), rounds=2)
-
-    def follow() -> bool:
-        return progress(run).waiting > 4
-
-    serve(run, LocalExecutor(), follow=follow)
-    with run.ledger() as ledger:
-        ledger._db.execute("UPDATE jobs SET ended = CASE WHEN finished > 20 THEN 1000 + finished ELSE finished END")
-        assert int(ledger.meta()["attacked_from"]) == 20 and ledger.pace() == 1.0
-
-
 def test_a_job_that_comes_with_the_end_of_the_training_is_not_missed(kit: Any, tmp_path: Path) -> None:
     """Training writes its last jobs and ends between two looks of the pool."""
     scenario = kit.scenario(attack=[])

@@ -314,6 +314,7 @@ DAMAGES: dict[str, tuple[Callable[[Run], object], str]] = {
     "cut": (overwrite(FACTS, b'{"version": 1, "rou'), FACTS),
     "no facts": (overwrite(FACTS, b'{"version": 1}'), FACTS),
     "a list": (overwrite(FACTS, b"[]"), FACTS),
+    "a list that names a refusal": (overwrite(FACTS, b'["refused"]'), FACTS),
     "deep": (overwrite(FACTS, b"[" * 100_000), FACTS),
     "a flipped bit": (lambda run: spoil(run.folder / TENSORS), TENSORS),
     "no number": (lambda run: changed_facts(run, round=float("inf")), FACTS),

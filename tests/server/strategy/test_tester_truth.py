@@ -27,13 +27,14 @@ only_adam = pytest.mark.parametrize("app", [ADAM], indirect=True, ids=["ragged_a
 
 
 def changed(folder: Path, into: Path, **change: Any) -> Path:
-    """The same files with other examples: x(pixels), or those of the client after it."""
+    """The same files with other examples: x(pixels), y(labels), or those of the client after it."""
     into.mkdir()
     files = sorted(folder.iterdir())
     others = files[1:] + files[:1] if change.get("swapped") else files
     for path, other in zip(files, others, strict=True):
         with np.load(other) as stored:
-            np.savez(into / path.name, x=change.get("x", lambda x: x)(stored["x"]), y=stored["y"])
+            kept = {key: change.get(key, lambda array: array)(stored[key]) for key in ("x", "y")}
+            np.savez(into / path.name, **kept)
     return into
 
 
@@ -63,6 +64,9 @@ def test_a_truth_that_does_not_give_the_updates_is_doubted_and_the_right_one_is_
     binary = changed(right, tmp_path / "binary", x=lambda x: (x > 127).astype(np.uint8))
     assert main(["audit", str(run.folder), "--truth", str(binary)]) == 2
     assert "pixels of 0 and 1 as uint8" in capsys.readouterr().err
+    number = changed(right, tmp_path / "number", y=lambda y: y.sum())
+    assert main(["audit", str(run.folder), "--truth", str(number)]) == 2
+    assert "labels y of shape ()" in capsys.readouterr().err
 
 
 @only_adam

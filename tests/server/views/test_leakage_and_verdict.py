@@ -567,7 +567,7 @@ def test_an_unfinished_audit_says_so_far(ledger: Ledger) -> None:
     score(ledger, drawn(0, gain=3.0))
     assert verdict_on(ledger).sentence.startswith("The clients' images leak")
     ledger.record_intake(2, [Participation(0, "accepted", "", 4, "digest")], PLAN)
-    assert verdict_on(ledger).sentence.startswith("So far (36 of 39 attacks done), the clients' images leak")
+    assert verdict_on(ledger).sentence.startswith("So far (36 of 39 jobs done), the clients' images leak")
 
 
 def test_pairs_are_of_the_same_example(ledger: Ledger) -> None:

@@ -209,4 +209,4 @@ def test_a_damaged_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     with state.log.open("a") as log:
         log.write('{"event": "se')
     assert main(["doctor", str(path)]) == 2
-    assert "log.jsonl cannot be read" in capsys.readouterr().err
+    assert "log.jsonl: " in capsys.readouterr().err

@@ -95,6 +95,7 @@ def test_an_unknown_kind_is_answered_with_all_kinds(capsys: pytest.CaptureFixtur
     assert main(["list", "atack"]) == 2
     error = capsys.readouterr().err
     assert "'atack'" in error and all(kind in error for kind in KINDS)
+    assert error.count("'attack'") == 1, "the nearest"
 
 
 @pytest.mark.usefixtures("plug_in")

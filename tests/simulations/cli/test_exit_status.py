@@ -86,7 +86,10 @@ def test_attacks_that_all_failed_are_a_failure_that_says_why(
     assert main(["audit", str(run.folder)]) == 1
     told = capsys.readouterr().out
     words = " ".join(told.split())
-    assert "guess (4 x): RuntimeError: view size" in words and f"fedgauge audit {run.folder} --retry failed" in words
+    assert (
+        "guess (4 x): RuntimeError: view size" in words
+        and f"audit {run.folder} --allow ownattacks --retry failed" in words
+    )
     cells = table(told, "guess")
     assert [row[-3:] for row in cells] == [["2", "x", "failed"]] * 2, "a cell is not left empty"
     assert main(["audit", str(run.folder), "--log", "quiet"]) == 1, "asking again does not make it a success"

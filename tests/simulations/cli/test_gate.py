@@ -201,7 +201,8 @@ def test_an_estimate_alone_lets_nothing_pass_unless_it_is_accepted() -> None:
     alone, accepted = (judged(chosen, measured, "", estimates) for estimates in (False, True))
     assert [result.outcome for result in alone] == ["not measured"] * 3
     assert [result.outcome for result in accepted] == ["passed"] * 3
-    assert [r.outcome for r in judged([Threshold("psnr", 1.0)], measured, "", True)] == ["failed"]
+    (failed,) = judged([Threshold("psnr", 1.0)], measured, "", True)
+    assert failed.outcome == "failed" and failed.measurement == measured["psnr"], "nothing is said of values within"
 
 
 def workflow() -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ def test_what_a_replay_does_not_explain_is_not_attacked(mismatched: Run, capsys:
     assert main(["audit", str(mismatched.folder)]) == 1
     told = capsys.readouterr().out
     assert "the learning rate" in told
-    assert "0 of 16 attacks done: the others wait" in told and f"fedgauge audit {mismatched.folder}" in told
+    assert "0 of 16 jobs done: the others wait" in told and f"fedgauge audit {mismatched.folder}" in told
     with mismatched.ledger() as ledger:
         assert (ledger.progress().queued, ledger.progress().total) == (16, 16)
     assert main(["audit", str(mismatched.folder), "--force"]) == 0

@@ -22,7 +22,7 @@ def test_what_waits_and_what_was_at_work_are_parked_together(taped: Run, capsys:
         progress = ledger.progress()
         assert progress.queued and progress.leased
     print_summary(taped, "auto")
-    assert f"0 of {progress.total} attacks done. Continue with: fedgauge audit" in capsys.readouterr().out
+    assert f"0 of {progress.total} jobs done. Continue with: fedgauge audit" in capsys.readouterr().out
     with taped.ledger() as ledger:
         ledger.release()
     assert main(["audit", str(taped.folder)]) == 0
@@ -70,9 +70,12 @@ def test_remaining_work_is_reported_in_every_phase(tmp_path: Path, capsys: pytes
 
     with run.ledger() as ledger:
         ledger.record_intake(1, [Participation(0, "rejected", "why not")], scenario.plan)
-    assert left().strip() == ""
+    assert left().strip() == f"fedgauge run --resume {run.folder}"
     with run.ledger() as ledger:
         ledger.record_intake(2, [Participation(0, "accepted", "", 1, "digest")], scenario.plan)
+    assert left().strip() == f"fedgauge run --resume {run.folder}", "not its attacks first"
+    with run.ledger() as ledger:
+        ledger.set_meta(state="trained")
     assert left().strip() == f"fedgauge audit {run.folder}"
     with run.ledger() as ledger:
         while (lease := ledger.lease()) is not None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.experiments import sweep as sweeping
 from fedgauge.simulations.experiments.sweep import _train_and_attack, results_of, run_sweep
 from fedgauge.simulations.experiments.sweep_file import Sweep, SweepCell
-from fedgauge.simulations.experiments.sweep_rows import SweepRow, failed_rows
+from fedgauge.simulations.experiments.sweep_rows import DOUBT, SweepRow, failed_rows
 from tests.simulations.experiments.small_sweeps import IG, SGD, TABLES, write
 
 
@@ -83,6 +84,23 @@ def test_every_cell_has_a_number_or_a_reason_and_the_files_say_the_same(tmp_path
     assert results_of(found, tmp_path / "out").rows == result
     lines = (tmp_path / "out" / "sweep.md").read_text().splitlines()[2:]
     assert [line.split(" | ")[1] for line in lines] == ["`analytic`", "`inverting_gradients`"], "the strongest of each"
+
+
+def test_a_row_says_why_its_low_leakage_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweepsflat.py").write_text(
+        "from fedgauge.client.transforms import UpdateTransform\n\n\nclass rounded(UpdateTransform):\n"
+        "    def apply(self, update, rng):\n        return {k: (t * 1000).round() / 1000 for k, t in update.items()}\n"
+    )
+    defenses = [{"name": "none", "chain": [SGD]}, {"name": "flat", "chain": [SGD, {"use": "sweepsflat:rounded"}]}]
+    noise = {"name": "noise", "chain": [SGD, {"use": "gaussian", "sigma": 0.1}]}
+    path = write(tmp_path, seeds=[0], defense=[*defenses, noise], attack=[IG])
+    for _ in range(2):  # the second call trains nothing
+        assert main(["sweep", str(path), "--output", str(tmp_path / "out"), "--allow", "sweepsflat"]) == 0
+        assert f"flat, inverting_gradients, seed 0: {DOUBT}: {NO_DERIVATIVE}" in capsys.readouterr().out
+    with (tmp_path / "out" / "sweep.csv").open() as file:
+        none, flat, noisy = csv.DictReader(file)
+    assert none["reason"] == "" and NO_DERIVATIVE in flat["reason"]
+    assert "without a clip" in noisy["reason"] and not noisy["epsilon"]
 
 
 def test_a_row_stands_for_each_attack_that_the_run_planned(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
+from fedgauge.server.views.outcomes import work_words
 from fedgauge.server.views.snapshot import Jobs, RunSnapshot
 from fedgauge.simulations.live.view import leaks_by_round
 from tests.simulations.live.conftest import PLAN, TABLES, intake, work
@@ -63,27 +65,32 @@ def test_the_states_of_jobs_are_counted(tmp_path: Path) -> None:
         ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
         with made.lock("training"):
             # two rounds to be attacked, of two clients each, by analytic and three baselines; the first was planned without one
-            assert (jobs().expected, jobs().pace) == (16, None)
+            assert (jobs().expected, jobs().seconds_left) == (16, None)
             intake(ledger, 1, clients=2)
             work(ledger, lambda: 20.0, waves=1)
             assert ledger.lease() is not None
             # the first round's six are there, the second's are still expected; its row in `rounds` comes after its jobs
             assert (jobs().progress.total, jobs().expected) == (6, 14)
             assert (jobs().progress.done, jobs().progress.leased) == (2, 2)
-            ledger._db.execute("UPDATE jobs SET ended = finished / 2.0 WHERE state = 'done'")
             work(ledger, lambda: 20.0, waves=1)
-            ledger._db.execute("UPDATE jobs SET ended = finished / 2.0 WHERE state = 'done'")
-            reading.version = ()  # no service changes only these
-            assert (jobs().pace, jobs().seconds_left) == (2, (14 - 4) / 2)
-        assert (jobs().expected, jobs().seconds_left) == (6, 1)
-        ledger.set_meta(attacked_from="4")
-        reading.version = ()
-        assert jobs().seconds_left is None, "of a service that has just begun nothing is known"
+            assert jobs().seconds_left is None, "of an attack that has never ended nothing is known"
+            ledger.release()
+            work(ledger, lambda: 20.0, waves=1)
+            assert (jobs().progress.total, jobs().progress.waiting, jobs().expected) == (6, 0, 14)
+            intake(ledger, 2, clients=2)
+            ledger._db.execute("UPDATE scores SET seconds = 10 WHERE attack = 'matching'")
+            reading.version = ()
+            assert jobs().seconds_left == pytest.approx(2 * 10 + 4 * 0.1), "by attack: the cheap ones say nothing of it"
+            assert ledger.lease() and ledger.lease()
+            assert jobs().seconds_left == pytest.approx((2 * 10 + 4 * 0.1) / 2), "two waves at a time"
 
 
-def test_no_end_is_predicted_while_no_job_waits() -> None:
-    assert Jobs(Progress(done=8), to_come=4, pace=2).seconds_left is None
-    assert Jobs(Progress(leased=2, queued=2, done=4), to_come=4, pace=2).seconds_left == 4
+def test_the_time_left_is_never_no_minutes() -> None:
+    assert [work_words(Jobs(Progress(queued=1), seconds_left=s))[-1] for s in (0.2, 29.4, 145)] == [
+        "about 1 s left",
+        "about 29 s left",
+        "about 2 min left",
+    ]
 
 
 def test_a_round_that_is_trained_again_loses_what_was_read_of_it(ledger: Ledger, run: Run) -> None:

@@ -40,7 +40,7 @@ def test_a_line_says_what_it_counts_and_what_it_waits_for(
         view.update()
         told = capsys.readouterr()
         assert told.out == ""
-        assert told.err == "[    0 s] round 2/4; accuracy 50.0%; 0 of 16 attacks done; 16 waiting\n"
+        assert told.err == "[    0 s] round 2/4; accuracy 50.0%; 0 of 16 jobs done; 16 waiting\n"
         ledger.record_round(3, 0.5, 2.0, 1.0, 0.0)
         clock.now += 4.9
         view.update()
@@ -58,7 +58,7 @@ def test_a_note_is_shown_before_the_first_round(run: Run, capsys: pytest.Capture
     view.note = "waiting for Flower"
     with view.shown(), run.lock("training"):
         view.update()
-        assert capsys.readouterr().err == "[    0 s] round 0/4; 0 of 16 attacks done; waiting for Flower\n"
+        assert capsys.readouterr().err == "[    0 s] round 0/4; 0 of 16 jobs done; waiting for Flower\n"
 
 
 def test_a_live_line_follows_the_ledger_and_is_wiped(run: Run, clock: Clock) -> None:

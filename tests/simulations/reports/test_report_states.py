@@ -23,7 +23,7 @@ def test_a_run_without_rounds(tmp_path: Path) -> None:
 def test_a_run_not_attacked_yet_names_the_command(tmp_path: Path) -> None:
     run = taped(tmp_path / "waiting", scenario())
     page = page_of(run)
-    assert f"0 of 20 attacks done. Continue with: fedgauge audit {run.folder}" in page.words
+    assert f"0 of 20 jobs done. Continue with: fedgauge audit {run.folder}" in page.words
     assert "no attack has been done" in page.words
     assert [(f["metric"], [s["x"] for s in f["series"]]) for f in page.rounds] == [("", [[0, 1, 2]])], "the accuracy"
     assert "Not done yet: it runs before the first attack." in page.words
@@ -40,7 +40,7 @@ def test_an_interrupted_run_shows_what_there_is(tmp_path: Path) -> None:
         assert 0 < progress.done < progress.total
     page = page_of(run)
     assert "The training was interrupted after 2 of 5 rounds" in page.words
-    assert f"{progress.done} of {progress.total} attacks done" in page.words
+    assert f"{progress.done} of {progress.total} jobs done" in page.words
     assert [tile for tile in page.tiles("inverting_gradients") if tile["image"]]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fedgauge.attacks.grading.replay import TOLERANCE
+from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -180,6 +181,19 @@ def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(finished: Run, t
     done = fedgauge("run", "--in-memory", "--resume", str(run.folder), "--log", "quiet")
     assert done.returncode == 0, done.stderr
     assert run.model.read_bytes() == whole.model.read_bytes()
+
+
+def test_a_simulation_whose_clients_would_hold_no_examples_is_refused(tmp_path: Path) -> None:
+    tables = {
+        "rounds": 1,
+        "clients": 2,
+        "data": {"use": "mnist5k", "partition": "none"},
+        "model": {"use": "mlp"},
+        "chain": [{"use": "local_sgd", "rate": 0.1}],
+    }
+    with pytest.raises(SpecError, match="partition"):
+        create_run(Scenario.from_tables(tables), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
