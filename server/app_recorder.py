@@ -505,11 +505,13 @@ def _kept(tables: Mapping[str, Any]) -> AttackPlan | None:
 
 def _pair(sent: Mapping[str, Arrays], came: Mapping[str, Arrays]) -> tuple[str, str]:
     """The names of the records of weights: alike in names and shapes, else called the same, else larger, else of larger norm."""
+    forms = [{k: a.shape for k, a in arrays.items()} for arrays in sent.values()]
+    twins = any(forms.count(form) > 1 for form in forms)  # otherwise nothing needs reading
 
     def fit(pair: tuple[str, str]) -> tuple[bool, bool, int, float]:
         one, other = sent[pair[0]], came[pair[1]]
         alike = {k: a.shape for k, a in one.items()} == {k: a.shape for k, a in other.items()}
-        norm = sum(float(t.double().norm()) for t in _tensors(one).values()) if len(sent) > 1 else 0.0
+        norm = sum(float(t.double().norm()) for t in _tensors(one).values()) if twins else 0.0
         return alike, pair[0] == pair[1], _size(one) + _size(other), norm
 
     return max(((s, c) for s in sent for c in came), key=fit)

@@ -71,10 +71,8 @@ def tables_of(run: Run) -> Mapping[str, Any]:
     """
     path = run.folder / "scenario.toml"
     try:
-        tables = {
-            "seed": 0,
-            **toml_text.parse(run_files.read(path, toml_text.MOST)),
-        }  # a scenario may leave its seed out
+        # a scenario may leave its seed out
+        tables = {"seed": 0, **toml_text.parse(run_files.read(path, toml_text.MOST))}
         Protocol.from_tables(tables)
         for table in (tables["data"], tables["model"], *tables["chain"]):
             coerce(table.get("use"), str, "use")

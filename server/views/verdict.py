@@ -213,7 +213,8 @@ def _of_examples(reading: RunSnapshot) -> Verdict:
         why = "; ".join(filter(None, (_nothing_to_judge(reading), reading.plan_coverage.words)))
         sentence = f"{before}Nothing can be said about reconstruction: {why}."
         return Verdict("leaks" if read_off else word, (sentence,))
-    strongest = by.leakiest([e for e in compared if e.leaks] or compared, lambda e: e.reached)
+    leaking = [e for e in compared if e.closer] or [e for e in compared if e.leaks]
+    strongest = by.leakiest(leaking or compared, lambda e: e.reached)
     assert strongest is not None
     numbers = "; ".join(_numbers(reading, strongest)) + (f"; {labels}" if labels and not read_off else "")
     doubt = doubts(reading, "examples")

@@ -758,6 +758,17 @@ def test_control_variates_of_the_weights_names_are_not_taken_for_weights(audit: 
     assert all(torch.equal(taped.params[k], t) for k, t in model().state_dict().items())
 
 
+def test_a_further_record_that_cannot_be_read_does_not_hide_the_weights(audit: Path) -> None:
+    weights = ArrayRecord(model().state_dict())
+    sent = RecordDict({"names": ArrayRecord({"of": Array(np.array(["a"]))}), "weights": weights})
+    tapped = tap(
+        Nodes(asks=lambda m: Message(RecordDict({"weights": weights}), reply_to=m)), audit, audit.parent / "run"
+    )
+    tapped.send_and_receive([Message(sent, 1, "train")])
+    _, seen, _ = opened(audit.parent / "run")
+    assert seen[0]["digest"]
+
+
 @pytest.mark.parametrize("sent", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["weights", "updates"])
 def test_weights_and_differences_are_distinguished_and_give_the_same_observation(

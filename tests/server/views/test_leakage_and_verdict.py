@@ -350,23 +350,27 @@ def test_of_many_attacks_the_best_must_be_rarer_by_luck(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "named"),
+    ("own", "identified", "named"),
     [
-        ({"matching": 1.0, "second": 2.0}, "matching"),  # though it beats its guess by less
-        ({"matching": 0.0, "second": 1.0}, "second"),
-        ({"matching": 0.0, "second": 0.0}, "matching"),
+        ({"matching": 1.0, "second": 2.0}, 0.0, "matching"),  # though it beats its guess by less
+        ({"matching": 0.0, "second": 1.0}, 0.0, "second"),
+        ({"matching": 0.0, "second": 1.0}, 1.0, "second"),  # of the first, images are only identified
+        ({"matching": 0.0, "second": 0.0}, 0.0, "matching"),
     ],
 )
-def test_the_strongest_attack_is_the_same_everywhere(tmp_path: Path, own: Mapping[str, float], named: str) -> None:
+def test_the_strongest_attack_is_the_same_everywhere(
+    tmp_path: Path, own: Mapping[str, float], identified: float, named: str
+) -> None:
     """Somebody else's images guess a lot of what the first brings back, and little of what the second does."""
     plan = AttackPlan((*PLAN.attacks, PlannedAttack("second", {"use": "inverting_gradients"})))
     guesses = {"matching": 18.0, "second": 12.0}
     cells: dict[Cell, Values | None] = {}
-    for client, noise in enumerate([-0.1, 0.1, -0.1, 0.1]):
+    for client, noise in enumerate([-0.1, 0.1] * 6):
         cells[1, client, "mean_image"] = {"psnr": [10.0]}
         for attack, guess in guesses.items():
-            cells[1, client, f"wrong_client({attack})"] = {"psnr": [guess]}
-            cells[1, client, attack] = {"psnr": [guess + own[attack] + noise]}
+            cells[1, client, f"wrong_client({attack})"] = {"psnr": [guess], "identified": [0.0]}
+            hit = identified if attack == "matching" else 0.0
+            cells[1, client, attack] = {"psnr": [guess + own[attack] + noise], "identified": [hit]}
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
         ledger.add_attacks(plan, {p.name: "" for p in plan.attacks})
         score(ledger, cells, examples=1, plan=plan)
