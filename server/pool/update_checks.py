@@ -6,6 +6,7 @@ Neither check grades or chooses anything.
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from hashlib import sha256
+from statistics import fmean
 
 import torch
 from torch import nn
@@ -105,7 +106,8 @@ MOST_UPDATES = 12  # checked, of all rounds
 ORDERS, STEPS = 16, 64
 SAME = 0.999  # cosine from which nothing can explain an update better
 IN_ORDER, ANY_ORDER = 0.8, 0.5  # the least cosine of a truth that is right
-RIVALS = 7  # batches of public examples with the truth's labels, none of which explains an update better than the truth
+RIVALS, COMPARED = 7, 4  # batches of public examples with the truth's labels, and orders of each
+BETTER = 2  # so many of them explain an update as well as a wrong truth
 
 
 def doubt(fed: Federation, seen: Observation, own: Batch) -> str:
@@ -114,9 +116,13 @@ def doubt(fed: Federation, seen: Observation, own: Batch) -> str:
         return ""
     # the order of the examples is the client's own: so many are tried, fewer if each has many steps
     orders = max(2, min(ORDERS, STEPS // fed.chain.local.steps)) if _draws_order(fed) else 1
-    cosine = _cosine(fed, seen, own, orders)
+    cosines = _cosines(fed, seen, own, orders)
+    cosine = max(cosines)
+    if cosine >= SAME:
+        return ""
     fits = cosine >= (ANY_ORDER if _draws_order(fed) else IN_ORDER)
-    if fits and (cosine >= SAME or all(_cosine(fed, seen, rival, orders=1) < cosine for rival in _rivals(fed, own))):
+    rivals = (fmean(_cosines(fed, seen, rival, min(COMPARED, orders))) for rival in _rivals(fed, own))
+    if fits and sum(rival >= fmean(cosines) for rival in rivals) < BETTER:
         return ""
     return (
         f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f}): is it another "
@@ -140,19 +146,19 @@ def _rivals(fed: Federation, own: Batch) -> Iterator[Batch]:
         yield Batch(public.x[rows], public.y[rows])
 
 
-def _cosine(fed: Federation, seen: Observation, batch: Batch, orders: int) -> float:
-    """Return the best cosine over some orders in which the client may have taken its examples."""
-    best = -1.0
+def _cosines(fed: Federation, seen: Observation, batch: Batch, orders: int) -> list[float]:
+    """Return the cosines in some orders in which the client may have taken its examples, up to one that can be no better."""
+    found = list[float]()
     for draw in range(orders):
         fed.load_buffers(seen.buffers)
         guess = fed.update_fn()(seen.params, batch, generator("truth check", draw))
         fed.load_buffers(seen.buffers)
         a, b = (torch.cat([part[k].flatten().double() for k in seen.update]) for part in (guess, seen.update))
         sizes = float(a.norm() * b.norm())
-        best = max(best, float(a @ b) / sizes if sizes else 0.0)
-        if best >= SAME:
+        found.append(float(a @ b) / sizes if sizes else 0.0)
+        if found[-1] >= SAME:
             break
-    return best
+    return found
 
 
 def _draws_order(fed: Federation) -> bool:
