@@ -321,6 +321,8 @@ class Federation:
 
     def trained_on(self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int) -> Batch | None:
         """Return `batch_at` after the chain's batch transforms; None if it has none."""
+        if not any(isinstance(link, BatchTransform) for link in self.chain.links):
+            return None
         self.load_buffers(buffers)
         found = [
             trained_on(
@@ -332,8 +334,7 @@ class Federation:
             )
             for member in self.protocol.members(client, round)
         ]
-        batches = [batch for batch in found if batch is not None]
-        return concatenate(batches) if batches else None
+        return concatenate([batch for batch in found if batch is not None])
 
     def batch_at(self, client: int, round: int) -> Batch:
         """Return the private examples behind the server's view of a client in a round.
