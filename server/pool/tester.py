@@ -88,7 +88,7 @@ def grade(
 
 
 def regrade(run: Run, ledger: Ledger, scenario: Scenario) -> None:
-    """Grade what has ended since a tester handed in his truth, by that truth; where it cannot be read any more, say so."""
+    """Grade what has ended since the truth was given; where it cannot be read any more, say so."""
     meta = ledger.meta()
     if "truth" not in meta or not (ledger.ungraded() or finished_tests(ledger, untested=True)):
         return
