@@ -18,7 +18,6 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
 from fedgauge.attacks.problem import Unattackable
 from fedgauge.client.components import Table
-from fedgauge.client.data.own_arrays import Arrays
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer
 
@@ -82,7 +81,7 @@ WORKS: Mapping[str, Callable[[Federation], bool]] = {
     "learned_rows": _alone,
     "tag": lambda fed: bool(getattr(fed.chain.local, "adaptive", False)),
     "bayes": noise_is_known,
-    "dlg": lambda fed: isinstance(fed.shards.dataset, Arrays),
+    "dlg": lambda fed: fed.shards.dataset.x.is_floating_point(),
     "leave_layer_out": lambda fed: bool(fed.chain.hidden),
     "precode_joint": lambda fed: _has(fed, StochasticLayer),
     "grad_inversion": lambda fed: _has(fed, nn.modules.batchnorm._BatchNorm),
