@@ -186,7 +186,7 @@ def test_the_doctor_examines_an_owners_file(tmp_path: Path, capsys: pytest.Captu
             "[[chain]] #1: rate must be a number, got 'fast'",
         ),
         ({"chain": CHAIN[:2]}, "local_sgd"),
-        ({"data": {"use": "npz", "path": "none.npz"}}, "none.npz is not an npz file that can be read"),
+        ({"data": {"use": "npz", "path": "none.npz"}}, "none.npz: No such file"),
         ({"data": {**DATA, "batch_size": 10**6}}, "batch_size"),
         ({"guard": {"audit": "nonsense"}}, "nonsense"),
         ({"chain": [{"use": "mychain:own"}, CHAIN[2]]}, "is not allowed here"),
