@@ -64,7 +64,7 @@ def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
     said = "\n".join(verdict)
     if said:
         say(said, "bold")
-    if reading.scores.left_ungraded and (reason := ungraded_reason(reading)):
+    if reading.scores.left_ungraded and (reason := ungraded_reason(reading)) not in said:
         say(f"reconstructions without a grade, which the report shows: {reason}")
     if meta.get("replay") == "ok":
         say(f"replay check: {meta['replay_detail']}")
