@@ -168,13 +168,13 @@ def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(finished: Run, t
     in_memory.train(whole)
     command = [*FEDGAUGE, "run", "--in-memory", str(tmp_path / "small.toml")]
     command += ["--runs", str(tmp_path / "runs"), "--set", "audit.executor=local", "--rounds", "60"]
-    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         ledger_file = wait_for(lambda: next(iter(tmp_path.glob("runs/*/ledger.sqlite")), None))
         wait_for(lambda: len(rounds_of(ledger_file)) > 3 or None)
     finally:
         driver.send_signal(signal.SIGINT)
-        _, told = driver.communicate(timeout=300)
+        told, _ = driver.communicate(timeout=300)
     run = Run(ledger_file.parent)
     assert driver.returncode == 130 and f"fedgauge run --resume {run.folder}" in told
     assert marked_processes() == [] and not run.model.exists()
