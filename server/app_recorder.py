@@ -30,7 +30,7 @@ from fedgauge.client.arrays import npy_array
 from fedgauge.client.components import SpecError, coerce, settings_of
 from fedgauge.server.store.ledger_types import DEPLOYMENT, EMPTY, Participation
 from fedgauge.server.store.run import BASE, Run
-from fedgauge.server.store.scenario import TapeOptions, allow_flags
+from fedgauge.server.store.scenario import TapeOptions, run_command
 from fedgauge.server.store.tape import DTYPES
 from fedgauge.server.views.outcomes import none_accepted
 
@@ -128,7 +128,7 @@ class AppRecorder:
     """
 
     def __init__(self, run: Run, tables: Mapping[str, Any], base: Path, allow: Sequence[str]) -> None:
-        self._run, self._command = run, f"fedgauge audit {run.folder.absolute()}{allow_flags(tables, allow)}"
+        self._run, self._command = run, run_command("audit", run.folder.absolute(), tables, allow)
         self._ledger, self._tape = run.ledger(), run.tape()
         self._lock = ExitStack()
         self._lock.enter_context(run.lock("training"))

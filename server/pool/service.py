@@ -94,8 +94,9 @@ def serve(
                 if check is not None and lease.attack.role != "baseline":
                     check.compare(lease.round, lease.clients)
                 if (loaded := _load(source, lease)) is not None:
-                    flying[loaded[0].jobs[0]], task = loaded
-                    executor.submit(loaded[0].jobs[0], task)
+                    lease, task = loaded
+                    flying[lease.jobs[0]] = lease
+                    executor.submit(lease.jobs[0], task)
             tick()
             if flying:
                 if (done := executor.next_done(timeout=0.5)) is not None:

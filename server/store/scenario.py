@@ -5,6 +5,7 @@ Clients receive its protocol part; the plan of attack, the strategy and the tape
 
 import json
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -316,15 +317,19 @@ def _with_canaries(protocol: Protocol) -> Table | None:
     return {"clients": clients, **({"examples": each} if (each := protocol.canary_examples) else {})}
 
 
-def allow_flags(tables: Table, further: Sequence[str] = ()) -> str:
-    """Return the flags that allow the packages which a scenario names, each after a space.
+def run_command(verb: str, folder: Path, tables: Table, further: Sequence[str] = ()) -> str:
+    """Return the command line that does something with a run, with flags that allow the packages of its scenario.
+
+    Args:
+        further: packages that the scenario does not name.
 
     Example:
-        >>> allow_flags({"model": {"use": "mynets.small:Net"}})
-        ' --allow mynets'
+        >>> run_command("audit", Path("runs/a"), {"model": {"use": "mynets.small:Net"}})
+        'fedgauge audit runs/a --allow mynets'
     """
     named = re.findall(r'"use": "([^\W\d]\w*)[\w.]*:', json.dumps(tables, default=str, ensure_ascii=False))
-    return "".join(f" --allow {package}" for package in dict.fromkeys([*further, *named]))
+    flags = "".join(f" --allow {package}" for package in dict.fromkeys([*further, *named]))
+    return f"fedgauge {verb} {shlex.quote(str(folder))}{flags}"
 
 
 def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> int:

@@ -109,6 +109,6 @@ def luck_of_hits(own: Rate, guess: Rate) -> float:
         >>> luck_of_hits(Rate(2, 2), Rate(0, 2))  # doctest: +ELLIPSIS
         0.1666...
     """
-    from scipy.stats import hypergeom
+    from scipy.stats import hypergeom  # half a second to import
 
     return float(hypergeom.sf(own.count - 1, own.n + guess.n, own.count + guess.count, own.n))

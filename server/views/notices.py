@@ -1,6 +1,5 @@
 """Notices: what to know before trusting the figures of a run."""
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,7 +7,7 @@ from typing import NamedTuple
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_types import EMPTY
-from fedgauge.server.store.scenario import allow_flags
+from fedgauge.server.store.scenario import run_command
 from fedgauge.server.views.formatting import shortened
 from fedgauge.server.views.outcomes import failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import other_sizes
@@ -25,11 +24,8 @@ class Notice(NamedTuple):
 
 
 def audit_command(reading: RunSnapshot) -> str:
-    return _command("audit", reading)
-
-
-def _command(verb: str, reading: RunSnapshot) -> str:
-    return f"fedgauge {verb} {shlex.quote(str(reading.run.folder))}{allow_flags(reading.tables)}"
+    """Return the command that attacks a run further."""
+    return run_command("audit", reading.run.folder, reading.tables)
 
 
 def _is_resumable(reading: RunSnapshot) -> bool:
@@ -51,7 +47,7 @@ def _of_training(reading: RunSnapshot) -> Iterator[Notice]:
         logs = "; see logs/flower.log in the run folder" if state == "failed" else ""
         words, again = f"The training {ENDED.get(state, 'ended')} after {trained} of {planned} rounds{logs}.", ""
         if _is_resumable(reading):
-            words, again = f"{words} Continue it with:", _command("run --resume", reading)
+            words, again = f"{words} Continue it with:", run_command("run --resume", reading.run.folder, reading.tables)
         yield Notice(words, again)
     problems = reading.ledger.problems()
     alike = Counter(problem.code for problem in problems)

@@ -1,7 +1,6 @@
 """`fedgauge app`: audit an unchanged Flower app."""
 
 import argparse
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from fedgauge.client import components
 from fedgauge.client.files import writing
-from fedgauge.server.store.scenario import apply_setting
+from fedgauge.server.store.scenario import apply_setting, run_command
 from fedgauge.simulations.cli.options import Commands, add_gate, add_log, flag, path, positive, several
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
 
@@ -65,9 +64,8 @@ def app(options: argparse.Namespace) -> int:
     console.print(
         "a server that runs this app receives such updates too, and can attack them; only grading needs the examples"
     )
-    allow = " ".join(f"--allow {package}" for package in found.packages)
-    console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {folder}: ", end="")
-    console.print(f"fedgauge audit {shlex.quote(str(run.folder))} --retry all {allow}")
+    again = run_command("audit --retry all", run.folder, {}, found.packages)
+    console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {folder}: {again}")
     if thresholds:
         from fedgauge.server.views.gate import gate_of_run
         from fedgauge.server.views.snapshot import read_once

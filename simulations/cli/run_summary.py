@@ -84,7 +84,7 @@ def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
         if text:
             say(text)
     for text in noted:
-        if text[1:-1] not in said:
+        if text[1:-1] not in said:  # within a sentence there, without capital and full stop
             say(text, "yellow")
 
 
