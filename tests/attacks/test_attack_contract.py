@@ -154,16 +154,19 @@ GARBAGE: dict[str, Callable[[Tensor], Tensor]] = {
     "one nan": lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == 0, torch.nan, t),
 }
 
+# some attacks decline a batch before they look at its update
+SPOILT = [*((name, 1) for name in GARBAGE), ("largest", 2), ("one nan", 2)]
+
 
 @pytest.mark.product
 @every
-@pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("garbage", SPOILT, ids=str)
 def test_garbage_gives_a_status_never_an_exception(
-    name: str, garbage: str, batch_size: int, seen: tuple[Federation, Wave, Knowledge]
+    name: str, garbage: tuple[str, int], seen: tuple[Federation, Wave, Knowledge]
 ) -> None:
     _, wave, known = seen
-    spoilt = dataclasses.replace(wave, update={k: GARBAGE[garbage](t) for k, t in wave.update.items()})
+    kind, batch_size = garbage
+    spoilt = dataclasses.replace(wave, update={k: GARBAGE[kind](t) for k, t in wave.update.items()})
     known = dataclasses.replace(known, batch_size=batch_size)
     well_formed(run(name, spoilt, known), spoilt, known)
 
@@ -175,6 +178,7 @@ def test_an_attack_ends_when_its_seconds_are_over(name: str, seen: tuple[Federat
 
 
 SGD = {"use": "local_sgd", "rate": 0.1}
+MLP = {"use": "mlp", "hidden": [16]}
 MASK = {"use": "mask", "keep": 0.5, "seed": 1}
 NOISE = {"use": "gaussian", "sigma": 0.1}
 CLIENTS: dict[str, dict[str, Any]] = {
@@ -185,11 +189,11 @@ CLIENTS: dict[str, dict[str, Any]] = {
     },
     "group": {"model": {"use": "convnet", "width": 1, "norm": "group"}},
     "local steps": {"chain": [{**SGD, "steps": 2, "batch_size": 1}], "data": {"batch_size": 2}},
-    "each clip": {"chain": [{"use": "clip", "max_norm": 0.1, "each": True}, SGD]},
+    "each clip": {"model": MLP, "chain": [{"use": "clip", "max_norm": 0.1, "each": True}, SGD]},
     "each mask": {"chain": [{**MASK, "each": True}, SGD]},
-    "mask": {"chain": [SGD, MASK]},
-    "sign": {"chain": [SGD, {"use": "sign"}, NOISE]},
-    "prune": {"chain": [{"use": "prune", "keep": 0.01}, SGD, NOISE]},
+    "mask": {"model": MLP, "chain": [SGD, MASK]},
+    "sign": {"model": MLP, "chain": [SGD, {"use": "sign"}, NOISE]},
+    "prune": {"model": MLP, "chain": [{"use": "prune", "keep": 0.01}, SGD, NOISE]},
 }
 
 

@@ -221,7 +221,8 @@ def test_an_app_that_does_not_train_is_refused_in_a_sentence(
 )
 def test_the_verdict_is_graded_by_what_was_observed(name: str, folder: Path) -> None:
     runs = folder.parent / "runs"
-    assert main(["app", str(folder), "--clients", "1", "--runs", str(runs), "--log", "quiet"]) == 0
+    command = ["app", str(folder), "--clients", "1", "--rounds", "1", "--runs", str(runs), "--log", "quiet"]
+    assert main(command) == 0
     run = Run.open(next(runs.iterdir()))
     with run.ledger(readonly=True) as ledger:
         assert ledger.meta()["replay"] == "ok"

@@ -48,12 +48,10 @@ def in_this_process(run: Run, *_: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flower", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_text_quickstart_runs_and_ends_with_scores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flower: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not flower:
-        monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
     assert main(["run", str(QUICKSTART), "--runs", str(tmp_path), "--rounds", "1"]) == 0
     (ledger,) = tmp_path.glob("*/ledger.sqlite")
     with Run(ledger.parent).ledger() as found:
