@@ -143,7 +143,7 @@ def test_a_ready_scenario_runs(line: str, tmp_path: Path, monkeypatch: pytest.Mo
     """For one round of two clients, as all rounds take minutes."""
     (path,) = line.split()[1:]
     malicious = ["--set", "server_attack.0.rounds=[1]"] if "malicious" in path else []
-    plan = ["--set", "audit.rounds=[1]", "--set", "audit.executor=local", "--set", "attack.1.iterations=10"]
+    plan = ["--set", "audit.rounds=[1]", "--set", "audit.executor=local"]
     monkeypatch.chdir(tmp_path)
     assert (
         main(["run", str(ROOT / path), "--in-memory", "--set", "rounds=1", "--set", "clients=2", *plan, *malicious])
