@@ -55,6 +55,8 @@ class RestOfBatch:
     @classmethod
     def of_population(cls, public: CandidateGradients, axes: int = AXES) -> "RestOfBatch":
         """Unknown examples like these public ones, as many as fit."""
+        if len(public) < 2:
+            raise ValueError("fewer than 2 public examples show how the rest of a batch varies")
         tensors = [t.numel() for t in public.params.values()]
         count = max(2, min(len(public), AT_ONCE // sum(tensors)))
         some = Batch(public.batch.x[:count], public.batch.y[:count])
@@ -62,8 +64,8 @@ class RestOfBatch:
         used = CandidateGradients(public.known, public.params, some, draws=draws)
         rows = torch.cat(list(used.rows()))
         rows *= used.kept.to(rows)[:, None]
-        if len(public) < 2 or not (rows.isfinite().all() and rows.any()):
-            raise ValueError("fewer than 2 public examples, or their gradients are not finite, or all zero")
+        if not (rows.isfinite().all() and rows.any()):
+            raise ValueError("the public examples' gradients are not finite, or all zero")
         mean = rows.mean(0)
         rows -= mean
         variances, turns = torch.linalg.eigh((rows @ rows.T).double() / count)

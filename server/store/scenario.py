@@ -9,6 +9,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -193,7 +194,8 @@ class Scenario:
     @classmethod
     def from_tables(cls, tables: Table, base: Path | None = None) -> "Scenario":
         if unknown := sorted(tables.keys() - _TOP):
-            hint = "; this looks like a sweep: fedgauge sweep" if "defense" in tables else ""
+            hint = "".join(f"; did you mean {key!r}?" for key in get_close_matches(unknown[0], _TOP, 1))
+            hint = "; this looks like a sweep: fedgauge sweep" if "defense" in tables else hint
             raise SpecError(f"unknown key {unknown[0]!r} (a scenario has: {', '.join(sorted(_TOP))}){hint}")
         tables = _absolute_paths(tables, base or Path.cwd())
         strategy = dict(coerce(tables.get("strategy", FEDAVG), dict, "[strategy]"))
