@@ -97,15 +97,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     slow = [here / name for name in SLOW_FIRST]
     assert all(folder.is_dir() for folder in slow), "SLOW_FIRST names a folder that is gone"
-    items.sort(
-        key=lambda item: next((k for k, folder in enumerate(slow) if item.path.is_relative_to(folder)), len(slow))
-    )
+    place = {
+        path: next((k for k, folder in enumerate(slow) if path.is_relative_to(folder)), len(slow))
+        for path in {item.path for item in items}
+    }
+    items.sort(key=lambda item: place[item.path])
 
 
 def pytest_collection_finish() -> None:
     """Flower's strategies collect garbage after every array: they need not look at all of torch and all tests each time."""
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 
