@@ -152,7 +152,10 @@ def test_the_whole_form_and_the_trace_form_agree_as_far_as_jensen_lets_them(
     {"use": "convnet", "width": 1, "norm": "group"},
     {"use": "convnet", "width": 1, "mode": "train"},
 ])  # fmt: skip
-def test_every_kind_of_network_has_one(model: dict[str, Any], make_federation: Make) -> None:
+def test_every_kind_of_network_has_one(
+    model: dict[str, Any], make_federation: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "DRAWS", 8)
     fed = make_federation(model=model, data={"batch_size": 2, "auxiliary": 50}, chain=NOISY)
     before = [t.clone() for t in fed.model.state_dict().values()]
     found = limit_of(fed)

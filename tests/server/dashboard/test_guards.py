@@ -77,9 +77,8 @@ def test_the_page_loads_every_script_and_reports_get_those_that_draw(get: Get) -
 # -------------------------------------------------------------------------------------------------------- command line
 
 
-@pytest.mark.parametrize("token", ["a+b c#d&e", "pä;ß", "plain"])
-def test_any_token_may_be_chosen(folder: Path, token: str) -> None:
-    with served(folder, "--token", token) as address:
+def test_any_token_may_be_chosen(folder: Path) -> None:
+    with served(folder, "--token", "a+b c#d&e pä;ß") as address:
         assert httpx.get(address, follow_redirects=True).status_code == 200
 
 

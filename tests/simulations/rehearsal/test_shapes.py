@@ -74,8 +74,8 @@ def names(normal: str, full: str) -> list[Any]:
     "name",
     names(
         "epochs",
-        "plain multi_label accumulated closure library batch_norm rows deltas descents two_records own_loop own_strategy files weighted "
-        "one_logit prices segments autoencoder windows older counted compiled decayed",
+        "plain multi_label accumulated closure library batch_norm rows deltas descents two_records own_loop own_strategy "
+        "files weighted one_logit prices segments autoencoder windows older counted compiled decayed",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
