@@ -326,7 +326,7 @@ def test_the_attackers_form_is_the_average_of_the_clients(name: str) -> None:
     if name not in RANDOM:
         assert same(expected, applied(link, update, None))
         return
-    rng, n = seeded(), 500
+    rng, n = seeded(), 1500
     draws = [applied(link, update, rng) for _ in range(n)]
     if name == "svt_privacy":  # which entries are sent depends on all; its stand-in has the average's direction
         averages = torch.cat([torch.stack([d[k] for d in draws]).mean(0).flatten() for k in expected])

@@ -44,7 +44,7 @@ def rounds(known: Knowledge, records: Sequence[Batch]) -> list[Wave]:
 
 
 def follow(
-    attack: several_rounds, known: Knowledge, waves: Sequence[Wave], iterations: int = 100
+    attack: several_rounds, known: Knowledge, waves: Sequence[Wave], iterations: int = 200
 ) -> tuple[list[Reconstruction], list[ClientState]]:
     memories, found = [attack.initial()], []
     for wave in waves:

@@ -372,9 +372,9 @@ def test_its_own_audit_knows_what_leaves_next_to_the_update(write: Write) -> Non
     params, buffers = fed.initial()
     update = fed.own_update(params, buffers, 1, 1)
     returned = {k: b.clone() for k, b in fed.returned_buffers(buffers).items()}
-    own, batch = invert_own("grad_inversion", iterations=40), fed.batch_at(1, 1)
+    own, batch = invert_own("grad_inversion", iterations=100), fed.batch_at(1, 1)
     without, servers = (own.leak(fed, params, buffers, update, beside, batch) for beside in ({}, returned))
     assert without < servers - 0.1
-    path = write(data=ONE, guard={"audit": "grad_inversion", "iterations": 40, "threshold": (without + servers) / 2})
+    path = write(data=ONE, guard={"audit": "grad_inversion", "iterations": 100, "threshold": (without + servers) / 2})
     assert error(app(ask(1, agreed), context(path, agreed))) == (WITHHELD, REASON)
     assert log(path)[-1]["cause"] == f"its audit reconstructs an example at {servers:.1f} dB"
