@@ -347,6 +347,7 @@ def check_arguments(
 
 
 def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
+    target = inspect.unwrap(target)  # of what is cached, as its signature is
     if not inspect.isclass(target) and not inspect.isfunction(target):
         return {}
     return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)

@@ -5,6 +5,7 @@ A data set comes with its tokenizer, and a model that was trained with another t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -211,7 +212,8 @@ def _stored(name: str, read: Callable[[Path], Corpus], *hub: Any) -> Callable[[]
 _GLUE, _PARTS = "nyu-mll/glue", ("train", "validation")
 _OPINIONS, _JUDGED = ("negative", "positive"), ("unacceptable", "acceptable")
 _PHRASES = "4,000 sentences of a small grammar, about private life (class 0) or work (1); no file needed"
-phrases = _labelled("phrases", _PHRASES, ("private life", "work"), _made_up, 16, 1500)
+# each federation of a process reads the same sentences
+phrases = cache(_labelled("phrases", _PHRASES, ("private life", "work"), _made_up, 16, 1500))
 _COLA = "CoLA, whether 8,551 sentences of linguists are acceptable"
 cola = _labelled("cola", _COLA, _JUDGED, _stored("cola", _cola, _GLUE, "cola", "sentence", _PARTS))
 _SST2 = "SST-2, film reviews for or against"

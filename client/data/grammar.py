@@ -1,6 +1,7 @@
 """A small language: some thousand short sentences, private ones and those of work, from a grammar of a few lines."""
 
 from collections.abc import Iterator
+from functools import cache
 from hashlib import blake2b
 
 PRIVATE, WORK = 0, 1
@@ -68,6 +69,7 @@ _TEMPLATES = (
 )
 
 
+@cache
 def sentences() -> list[tuple[str, int]]:
     """Distinct sentences of 4 to 12 words with their classes, the same on every machine, the classes taking turns."""
     found: dict[str, int] = {}

@@ -6,6 +6,7 @@ bounds are declared in [data] columns, or else computed from the training rows b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -107,6 +108,7 @@ def table(
     return replace(_parted(path, features, agreed, y, tested, names), fitted=fitted)
 
 
+@cache  # each federation of a process reads the same people
 def census(one_hot: OneHot = "plain", seed: int = 1) -> Tabular:
     """A made-up census of 4,000 people: ten features, income above or below the median; no file needed.
 
