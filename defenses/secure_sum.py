@@ -190,8 +190,9 @@ class PairwiseMasking(Checked, SecureSum):
         """
         self.check(question)
         step, session = cast(str, question["step"]), cast(bytes, question["session"])
-        if step == "advertise":
-            return _advertise(session)
+        if step == "advertise":  # an earlier session is deleted
+            fresh = ClientSession(session, step, secrets.token_bytes(SECRET), secrets.token_bytes(SECRET))
+            return fresh.to_record(), {"keys": [public_key(fresh.cipher_key), public_key(fresh.mask_key)]}
         member = ClientSession.kept(state)
         if member is None or member.session != session:
             raise Refused(f"asked to {step} in a session that this client is not in")
@@ -362,12 +363,6 @@ class PairwiseMasking(Checked, SecureSum):
 # ------------------------------------------------------------------------------------------------------- keys of a session
 
 NONCE = bytes(12)  # every key encrypts one message
-
-
-def _advertise(session: bytes) -> tuple[Record, Record]:
-    """Two fresh key pairs; an earlier session is deleted."""
-    member = ClientSession(session, "advertise", secrets.token_bytes(SECRET), secrets.token_bytes(SECRET))
-    return member.to_record(), {"keys": [public_key(member.cipher_key), public_key(member.mask_key)]}
 
 
 def _one_way(member: ClientSession, other: int, sends: bool, purpose: bytes) -> bytes:

@@ -57,7 +57,8 @@ class LocalDeployment:
     def begin(self, name: str) -> None:
         log = self.deployment.log(name)
         self.children[name] = processes.start(self.services[name].command, log, self._environment(name))
-        self._write_facts()
+        facts = {"mark": self.mark, "pids": {service: child.pid for service, child in self.children.items()}}
+        write_bytes(self.deployment.folder / FACTS, json.dumps(facts).encode())
 
     def finish(self, name: str) -> None:
         """Start a service that does its work once, and wait for it.
@@ -119,7 +120,3 @@ class LocalDeployment:
         home = self.scratch / name
         home.mkdir(exist_ok=True)
         return launch.child_environment(self.scratch, self.mark) | {"FLWR_HOME": str(home)}
-
-    def _write_facts(self) -> None:
-        facts = {"mark": self.mark, "pids": {name: child.pid for name, child in self.children.items()}}
-        write_bytes(self.deployment.folder / FACTS, json.dumps(facts).encode())
