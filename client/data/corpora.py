@@ -3,7 +3,7 @@
 A data set comes with its tokenizer, and a model that was trained with another tokenizer refuses it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,11 +43,11 @@ class Text(Dataset):
     tokenizer: Tokenizer
     task: Task
 
-    def check(self) -> None:
-        super().check()
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
         every = torch.cat([self.x, self.x_test])
         if not 0 <= int(every.min()) <= int(every.max()) < self.tokenizer.size:
-            raise ValueError(f"tokens must be those of the tokenizer, 0..{self.tokenizer.size - 1}")
+            yield f"tokens must be those of the tokenizer, 0..{self.tokenizer.size - 1}"
 
 
 # ------------------------------------------------------------------------------------------------------------- corpora
@@ -100,8 +100,6 @@ def csv(
     labels, count, names = [0] * len(kept), 2, tuple[str, ...]()
     if task == "classification":
         labels, count, names = _classes(path, label, [row[1] for row in kept], classes)
-        if classes is None and len(labels) > 1 and len(set(labels)) < 2:
-            raise ValueError(f"{path} has sentences of one class only: there is nothing to learn")
     rows = [(row[0], y) for row, y in zip(kept, labels, strict=True)]
     corpus = _corpus(rows, held_out(len(rows), test, path).tolist())
     found = _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)

@@ -181,8 +181,6 @@ def _dataset(path: Path, parts: Parts, classes: int | None, mean: Statistics, st
     if classes is None and y.is_floating_point():
         classes = count_classes(y, y_test)
     fitted = tuple(key for key, given in (("mean", mean), ("std", std), ("classes", classes)) if given is None)
-    if classes is None and len(y.unique()) < 2:
-        raise ValueError(f"{path} has images of one class only: there is nothing to learn, and every label is known")
     # of counts of grey values, which are exact
     counts = [torch.bincount(x[:, c].flatten(), minlength=256).double() / x[:, c].numel() for c in range(x.shape[1])]
     levels = torch.arange(256, dtype=torch.float64) / 255
