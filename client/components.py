@@ -81,9 +81,6 @@ class ComponentKind:
         return sorted({entry.name for entry in self.entries()})
 
 
-# ---------------------------------------------------------------------------------------------- packages of a user's own
-
-
 def allow(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = True) -> None:
     """Let components be named from these packages, and no others, in this process and those that it starts.
 
@@ -147,9 +144,6 @@ def _has_path(hint: Any) -> bool:
     if isinstance(of, type) and issubclass(of, os.PathLike):
         return True
     return any(map(_has_path, typing.get_args(hint)))
-
-
-# ------------------------------------------------------------------------------------------------------------- building
 
 
 def build(
@@ -422,9 +416,6 @@ def settings_of(kind: type[Settings], value: Any, where: str, more_keys: Sequenc
     """
     found: Settings = call_checked(kind, coerce(value, dict, where), where, more_keys=more_keys)
     return found
-
-
-# ------------------------------------------------------------------------------------------------- ranges of settings
 
 
 @dataclass(frozen=True)

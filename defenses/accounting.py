@@ -38,9 +38,6 @@ class NoGuarantee(ValueError):
     """No (epsilon, delta) is known to hold; the message says why."""
 
 
-# -------------------------------------------------------------------------------------------------- reading of a chain
-
-
 @dataclass(frozen=True)
 class Mechanism:
     """Clipping, then noise, as one mechanism.
@@ -158,9 +155,6 @@ def _noise(link: Transform) -> UpdateDistribution:
 
 def _name(link: Transform) -> str:
     return type(link).__name__
-
-
-# ---------------------------------------------------------------------------------------------------------- accounting
 
 
 @dataclass(frozen=True)

@@ -146,8 +146,6 @@ class PairwiseMasking(Checked, SecureSum):
         """Numbers of clients that may collude with the server, or drop out."""
         return tolerance(self.group, self.least)
 
-    # ------------------------------------------------------------------------------------------------- fixed point
-
     def quantise(self, update: Vector, examples: int) -> Integers:
         """An update (size,) as integers (size + 1,), times its number of examples, which is the last entry.
 
@@ -165,8 +163,6 @@ class PairwiseMasking(Checked, SecureSum):
         """The mean update (size,) and the number of examples, from a sum of such integers."""
         examples = int(total[-1])
         return self.clip * (total[:-1] / examples * (2 / LEVELS) - 1), examples
-
-    # --------------------------------------------------------------------------------------------------- the client
 
     def check(self, question: Mapping[str, Value]) -> None:
         """Check that the question is a step under these terms.
@@ -266,8 +262,6 @@ class PairwiseMasking(Checked, SecureSum):
         shares = {n: held[n][:SHARE] for n in member.survivors} | {n: held[n][SHARE:] for n in member.dropped}
         over = ClientSession(member.session, "unmask", b"", b"")
         return over.to_record(), {"owners": list(shares), "shares": list(shares.values())}
-
-    # --------------------------------------------------------------------------------------------------- the server
 
     def rounds(
         self, members: Sequence[int], size: int
@@ -383,9 +377,6 @@ def _tag(member: ClientSession, other: int, sends: bool) -> bytes:
     """Authenticate the sender's list of survivors and dropouts to the other client."""
     listed = hashlib.sha256(repr((member.survivors, member.dropped)).encode()).digest()
     return _one_way(member, other, sends, b"confirm" + listed)
-
-
-# -------------------------------------------------------------------------------------- answers that the server may use
 
 
 def _opened(member: ClientSession, other: int, sealed: bytes) -> bytes:

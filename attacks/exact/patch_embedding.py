@@ -138,9 +138,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return bool(b.any()) and float((a - b).norm()) <= SAME * float(b.norm())
 
 
-# ----------------------------------------------------------------------------------------------------------- one update
-
-
 def _prior(known: Knowledge, patches: Patches) -> tuple[Tensor, Tensor]:
     """Mean (N, n) of the auxiliary images' normalised patches, and a square root (N, N) of the covariance of positions.
 

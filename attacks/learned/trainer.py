@@ -123,9 +123,6 @@ def load(network: nn.Module, kept: dict[str, Tensor]) -> TrainingRecord:
     return TrainingRecord(error, int(steps), int(planned), bool(interrupted))
 
 
-# ------------------------------------------------------------------------------------------------- on shadow updates
-
-
 def train_inverter(
     shadow: ShadowTrainer,
     name: str,

@@ -129,9 +129,6 @@ def _fished_class(params: Params, known: Knowledge) -> int:
     return int(rows[0])
 
 
-# ------------------------------------------------------------------------------------------------------------- decoder
-
-
 @dataclass(frozen=True)
 class _BatchShare(UpdateTransform):
     """One example's share of its batch's mean gradient."""

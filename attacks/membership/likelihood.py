@@ -211,9 +211,6 @@ def gain(chain: Chain, size: int, norm: float) -> float:
     return -abs(float(moved)) / norm
 
 
-# ------------------------------------------------------------------------------------------------------- entries
-
-
 def _evidence(candidates: CandidateGradients, wave: Wave, without: _Expected, faint: float) -> Iterator[_Evidence]:
     """Return the evidence of all updates together, or one by one if each shows other entries.
 

@@ -138,9 +138,6 @@ def hugging_face(
     return replace(_dataset(path, divided, len(known) or None, mean, std), names=names)
 
 
-# --------------------------------------------------------------------------------------------------------------- parts
-
-
 def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) -> Tensor:
     """One picture (C, size, size) uint8; ValueError with its name if it cannot be read."""
     from PIL import Image, ImageOps

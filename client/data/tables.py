@@ -48,9 +48,6 @@ class Tabular(Dataset):
             yield f"rows must have {self.columns.entries} entries, as the columns say"
 
 
-# -------------------------------------------------------------------------------------------------------------- datasets
-
-
 def table(
     path: Path,
     label: str,
@@ -164,9 +161,6 @@ def german_credit(one_hot: OneHot = "scaled", path: Path | None = None) -> Tabul
     return _published("german_credit", cells, (risk == 2).astype(np.int64), tested, ("good", "bad"), one_hot)
 
 
-# --------------------------------------------------------------------------------------------------------------- reading
-
-
 def _read_lines(dataset: str, folder: Path | None, file: str, names: Sequence[str], delimiter: str) -> Cells:
     """A published file without a line of names."""
     local = data_folder()
@@ -224,9 +218,6 @@ def _whole(columns: Cells) -> np.ndarray:
 
 def _absent(column: np.ndarray) -> np.ndarray:
     return np.isnan(column) if column.dtype == np.float64 else np.array([cell is None for cell in column])
-
-
-# --------------------------------------------------------------------------------------------------------------- columns
 
 
 def _published(

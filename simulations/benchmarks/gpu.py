@@ -97,8 +97,6 @@ class GpuBenchmark:
         spent = interleaved(works, self.sizes.repetitions, self.seconds)
         return {name: median(seconds) for name, seconds in spent.items()}
 
-    # ------------------------------------------------------------------------------------------------------- matching
-
     def lenet(self) -> Iterator[Figure]:
         """Inverting Gradients on many LeNets."""
         yield from self._compared("LeNet at 32 x 32", lenet, *self.sizes.lenet, least=100.0)
@@ -140,8 +138,6 @@ class GpuBenchmark:
         share = FORWARDS * forward * 1e-10 / PEAK / spent["engine"] * n
         yield Figure(title, share, "%", at_least=30.0, note=note)
 
-    # ------------------------------------------------------------------------------------------------------- numerics
-
     def psnr(self) -> Iterator[Figure]:
         """Inverting Gradients with the same seeds on the CPU and on the device."""
         here, there = self._psnr(CPU), self._psnr(self.device)
@@ -181,8 +177,6 @@ class GpuBenchmark:
         yield Figure("LeNet: PSNR with TF32 - with IEEE", tf32 - ieee, "dB", note=note)
         ratio = spent["IEEE"] / spent["any algorithm"]
         yield Figure(f"{name}: without / with deterministic algorithms", ratio, "x")
-
-    # ------------------------------------------------------------------------------------------------------- learned
 
     def _run(self, attack: Attack, wave: Wave, known: Knowledge, steps: int) -> float:
         """Seconds of an attack of so many steps."""

@@ -68,9 +68,6 @@ def _one_step(client: DeployedClient) -> Found:
     return Problem("not finite", "", "the update is not finite", "is the rate too high?")
 
 
-# ------------------------------------------------------------------------------------------------- the client's log
-
-
 def history(owner: OwnerConfig) -> Iterator[CheckResult]:
     """Report what the client has sent, answered and leaked, from its own log; nothing before the first event.
 

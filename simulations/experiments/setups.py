@@ -226,9 +226,6 @@ def choose(dataset: Dataset, images: Images, n: int) -> list[Tensor]:
     return batches
 
 
-# -------------------------------------------------------------------------------------------------------- the networks
-
-
 def _pretrain(cell: Setting, fed: Federation) -> str:
     """Train the federation's network as the setting says; returns a note on it."""
     if cell.train is None:
