@@ -62,6 +62,9 @@ DATASET = ComponentKind("a dataset", ("fedgauge.datasets",), Dataset, annotated=
 TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
 TRIED = 6  # public examples on which a loss is tried
 LOGITS = 2**24  # computed at once where a network is evaluated
+UNMIXED = (
+    '[model] mode = "eval", or bring a network with GroupNorm, such as norm = "group"'  # without BatchNorm's mixing
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +194,7 @@ class Federation:
         mixing = [name for name, m in self.model.named_modules() if isinstance(m, _BatchNorm) and m.training]
         if mixing and any(map(is_per_example, composed.links)):
             layer = f"layer {mixing[0]!r} (BatchNorm in train mode)"
-            yield f"[[chain]] acts per example, and {layer} mixes examples: set {self.without_batch_statistics}"
+            yield f"[[chain]] acts per example, and {layer} mixes examples: set {UNMIXED}"
         # the network's own frozen parameters, unless a link before local training freezes them
         freezing = [says for link in steps if (says := getattr(link, "frozen", None))]  # the defense `freeze`
         own = {k: p for k, p in self.model.named_parameters() if p.is_floating_point()}
@@ -209,11 +212,6 @@ class Federation:
         examples = batch_of(data.x, data.y, torch.arange(2))
         batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, where)
         return not batch.y.is_floating_point() or takes_probabilities(self.loss, data.classes, self.label_kind)
-
-    @property
-    def without_batch_statistics(self) -> str:
-        """Settings with which BatchNorm no longer mixes examples."""
-        return '[model] mode = "eval", or bring a network with GroupNorm, such as norm = "group"'
 
     @cached_property
     def gradient(self) -> UpdateFn:
