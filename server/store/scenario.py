@@ -183,7 +183,12 @@ class Scenario:
             for setting in settings:
                 apply_setting(tables, setting)
             if rounds is not None:
-                _shorten(tables, rounds)
+                tables["rounds"] = rounds
+                match tables.get("audit"):
+                    case {"rounds": list(named)}:
+                        tables["audit"]["rounds"] = [r for r in named if not isinstance(r, int) or r <= rounds] or [
+                            rounds
+                        ]
             return cls.from_tables(tables, base)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
             missing = "no such file; `fedgauge init` writes a scenario to start from"
@@ -414,10 +419,3 @@ def _with_proximal_term(chain: Any, strategy: Table) -> Any:
             table = {**table, "proximal_mu": mu}
         completed.append(table)
     return completed
-
-
-def _shorten(tables: dict[str, Any], rounds: int) -> None:
-    tables["rounds"] = rounds
-    match tables.get("audit"):
-        case {"rounds": list(named)}:
-            tables["audit"]["rounds"] = [r for r in named if not isinstance(r, int) or r <= rounds] or [rounds]

@@ -92,7 +92,11 @@ class LocalDeployment:
             if name not in self._restart_at:
                 self.deaths[name] = self.deaths.get(name, 0) + 1
                 if self.deaths[name] > DEATHS:
-                    self._give_up(name, status)
+                    message = self.blame(name, f"exit status {status}, {DEATHS} times")
+                    if name in NEEDED:
+                        raise TrainingFailed(message)
+                    self.given_up[name] = message
+                    print(f"fedgauge: it continues without {name}: {message}", file=sys.stderr)
                     continue
                 self._restart_at[name] = now + PAUSE
             elif now >= self._restart_at[name]:
@@ -100,13 +104,6 @@ class LocalDeployment:
                 with suppress(ProcessLookupError):  # what it had started would hold its port, or answer in its place
                     os.killpg(child.pid, signal.SIGKILL)
                 self.begin(name)
-
-    def _give_up(self, name: str, status: int) -> None:
-        message = self.blame(name, f"exit status {status}, {DEATHS} times")
-        if name in NEEDED:
-            raise TrainingFailed(message)
-        self.given_up[name] = message
-        print(f"fedgauge: it continues without {name}: {message}", file=sys.stderr)
 
     def status(self, name: str) -> int | None:
         """A service's exit status, or None while it works."""
