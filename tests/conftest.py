@@ -37,6 +37,11 @@ gc.disable()  # until all tests are collected: nothing of them is garbage
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray reads it when it is imported: only the loopback address
+if (
+    not torch.cuda.is_available()
+):  # torch.manual_seed would note the stack for GPUs that never come, longer than it seeds
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        vars(kind).update(manual_seed_all=lambda seed: None)
 os.environ["HF_HUB_OFFLINE"] = "1"  # a hub call without network would retry for 30 seconds
 
 # folders whose tests start processes or compute for seconds: they come first, so that the workers end together
@@ -110,15 +115,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     slow = [here / name for name in SLOW_FIRST]
     assert all(folder.is_dir() for folder in slow), "SLOW_FIRST names a folder that is gone"
-    items.sort(
-        key=lambda item: next((k for k, folder in enumerate(slow) if item.path.is_relative_to(folder)), len(slow))
-    )
+    place = {
+        path: next((k for k, folder in enumerate(slow) if path.is_relative_to(folder)), len(slow))
+        for path in {item.path for item in items}
+    }
+    items.sort(key=lambda item: place[item.path])
 
 
 def pytest_collection_finish() -> None:
     """Flower's strategies collect garbage after every array: they need not look at all of torch and all tests each time."""
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 

@@ -32,7 +32,7 @@ LENET = {"model": {"use": "lenet"}, "data": FEW}
 FEDERATIONS: Mapping[str, Mapping[str, Any]] = {
     "fully connected": {"model": MLP, "data": FEW},
     "convolutions": LENET,
-    "batch norm": {"model": {"use": "convnet", "width": 4, "mode": "train"}, "data": {**FEW, "batch_size": 2}},
+    "batch norm": {"model": {"use": "convnet", "width": 1, "mode": "train"}, "data": {**FEW, "batch_size": 2}},
     "noise": {
         **LENET,
         "chain": [{"use": "clip", "max_norm": 1.0, "each": True}, SGD, {"use": "gaussian", "sigma": 0.01}],

@@ -125,9 +125,9 @@ def names(normal: str, full: str) -> list[Any]:
 @pytest.mark.parametrize(
     "name",
     names(
-        "factory epochs multi_label",
-        "plain accumulated closure library batch_norm rows deltas descents two_records own_loop own_strategy files weighted "
-        "one_logit prices segments autoencoder windows older counted compiled decayed",
+        "epochs",
+        "plain multi_label accumulated closure library batch_norm rows deltas descents two_records own_loop own_strategy "
+        "files weighted one_logit prices segments autoencoder windows older counted compiled decayed",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
@@ -139,7 +139,6 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "exact"),
     [
-        ("gradients", "steps", True),
         ("summed", "scale", True),
         pytest.param("proximal", "loss", True, marks=FULL),
         pytest.param("penalised", "loss", False, marks=FULL),
