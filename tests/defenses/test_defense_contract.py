@@ -239,9 +239,7 @@ def test_defenses_of_the_update_compose_in_every_order_and_position(first: str, 
 
 def makes_sense(composed: Chain) -> bool:
     """Whether a federation would take this order."""
-    try:
-        composed.check()
-    except ValueError:
+    if list(composed.faults()):
         return False
     local = composed.links.index(composed.local)
     return not any(isinstance(link, StatefulTransform) for link in composed.links[:local])

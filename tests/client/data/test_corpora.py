@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from fedgauge.client.components import SpecError, call_checked
+from fedgauge.client.components import SpecError, call, call_checked
 from fedgauge.client.data.corpora import Text, csv, phrases, rotten_tomatoes, sst2, wikitext2
 from fedgauge.client.data.corpora import cola as read_cola
 from fedgauge.client.data.dataset import split
@@ -287,7 +287,7 @@ def test_a_table_that_does_not_fit_is_refused(
     path = tmp_path / "own.csv"
     path.write_text(content)
     with pytest.raises(SpecError, match=name):
-        call_checked(csv, {"path": str(path), **arguments}, "[data]")
+        call(call_checked(csv, {"path": str(path), **arguments}, "[data]").check, {}, "[data]")
     with pytest.raises(ValueError, match=str(tmp_path)):
         csv(tmp_path)
 
