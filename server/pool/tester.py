@@ -21,6 +21,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.data.dataset import Dataset, Shards, batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
+from fedgauge.server.pool.executors import last_line
 from fedgauge.server.pool.update_checks import MOST_UPDATES, doubt, unchecked
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungraded, comparable
@@ -260,10 +261,21 @@ def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest]
             ledger.retest(test.id, [none], why or "its update is no longer recorded")
         alike, most = by_weights(here, lambda pair: pair[0].digest), scenario.plan.wave
         remembered = memories.setdefault(name, {})
-        for part in (same[i : i + most] for same in alike for i in range(0, len(same), most)):
+        waves = [same[i : i + most] for same in alike for i in range(0, len(same), most)]
+        for part in waves:
             others = {t.client: t.other for t, _ in part if t.other is not None and not missing(t.other, round)}
-            wave = Wave.stack([observation for _, observation in part])
-            for (test, _), result in zip(part, auditor.audit(planned[name], wave, others, remembered), strict=True):
+            try:
+                wave = Wave.stack([observation for _, observation in part])
+                results = auditor.audit(planned[name], wave, others, remembered)
+            except Exception as error:  # a user's test may raise anything
+                if len(part) > 1:
+                    waves += [[pair] for pair in part]
+                    continue
+                test = part[0][0]
+                none = ScoreRecord(round, test.client, name, WHOLE_BATCH, MEMBER, None, "failed", 0.0)
+                ledger.retest(test.id, [none], f"{type(error).__name__}: {last_line(error)}")
+                continue
+            for (test, _), result in zip(part, results, strict=True):
                 ledger.retest(test.id, result.rows, result.reconstruction.reason)
                 done += result.reconstruction.status == "converged"
                 if result.memory is not None:

@@ -285,23 +285,24 @@ class JobQueue(LedgerReads):
             )
 
     def finished_tests(self) -> list[FinishedTest]:
-        """Return the finished jobs of membership tests and their limits, ordered by test, round and client."""
+        """Return the finished jobs of membership tests and their limits, also those whose grading failed, in order."""
         rows = self._db.execute(
             "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.graded IS NULL blind FROM jobs j"
             " JOIN attacks a ON a.id = j.attack_id LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"
-            " WHERE j.state = 'done' AND a.metric IN (?, ?) ORDER BY a.id, j.round, j.client LIMIT -1",
+            " WHERE (j.state = 'done' OR j.graded NOTNULL) AND a.metric IN (?, ?) ORDER BY a.id, j.round, j.client LIMIT -1",
             (MEMBER, HELD),
         )
         return [FinishedTest(**dict(row)) for row in rows]
 
     def retest(self, job: int, rows: Sequence[ScoreRecord], reason: str) -> None:
-        """Replace all rows of a finished membership test; reason: for a missing number."""
+        """Replace all rows of a finished membership test, which may have failed; reason: for a missing number."""
+        state = "failed" if any(row.status == "failed" for row in rows) else "done"
         with self._transaction() as db:
             self._delete_scores(db, [job])
             self._write_scores(db, job, rows)
             newer = "(SELECT max(finished) + 1 FROM jobs)"
-            values = (reason or None, reason, job)
-            db.execute(f"UPDATE jobs SET error = ?, graded = ?, finished = {newer} WHERE id = ?", values)
+            values = (state, reason or None, reason, job)
+            db.execute(f"UPDATE jobs SET state = ?, error = ?, graded = ?, finished = {newer} WHERE id = ?", values)
 
     def graded(self) -> list[sqlite3.Row]:
         """Count finished jobs by grading: attack, reason for a missing grade (NULL: not asked yet), graded_to, number of jobs."""

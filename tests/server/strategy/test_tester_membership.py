@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from fedgauge.attacks.base import Knowledge, Wave
+from fedgauge.attacks.membership.attack import membership
+from fedgauge.client.update import Batch
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.pool.tester import with_examples
@@ -17,7 +20,7 @@ from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import create_run
-from fedgauge.simulations.run.exit_status import INCOMPLETE
+from fedgauge.simulations.run.exit_status import FAILED, INCOMPLETE
 from fedgauge.simulations.run.in_memory import train
 from tests.server.strategy.test_client_grading import deployed, owners, small
 
@@ -112,6 +115,30 @@ def test_the_truth_gives_a_deployment_the_simulations_scores(
         == 0
     )
     assert told(deployment)[1, 0, "cosine", "membership"] != [None]
+
+
+def test_a_test_that_raises_while_grading_fails_alone(
+    pair: tuple[Run, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = membership.scores
+
+    def raises(self: membership, wave: Wave, known: Knowledge, candidates: Batch) -> torch.Tensor:
+        if 1 in wave.clients:
+            raise ZeroDivisionError("of client 1")
+        return real(self, wave, known, candidates)
+
+    simulation, deployment = pair
+    truth = handed_in(simulation, tmp_path / "truth")
+    monkeypatch.setattr(membership, "scores", raises)
+    ask = ["audit", str(deployment.folder), "--truth", str(truth), "--log", "quiet"]
+    assert main(ask) == FAILED
+    assert {key[1] for key, v in told(deployment).items() if key[2:] == ("membership", "membership") and None in v} == {
+        1
+    }
+    with deployment.ledger() as ledger:
+        assert {row["reason"] for row in ledger.reasons("failed")} == {"ZeroDivisionError: of client 1"}
+    monkeypatch.undo()
+    assert main(ask) == 0, "graded again, the same test is done"
 
 
 def test_a_simulation_has_its_own_truth(
