@@ -38,7 +38,7 @@ class MembershipResult:
         hits_by_luck: probability of as many detections by luck.
         limit: the area that the noise of one update allows; None: unknown.
         tests: number of comparisons, for Bonferroni's correction.
-        doubt: the reason why a negative result is inconclusive; empty: conclusive.
+        doubt: the reason why a negative result is inconclusive; empty: conclusive, if there is an interval.
     """
 
     metric: str
@@ -80,7 +80,7 @@ class MembershipResult:
         if self.leaks:
             return f"{asked} leaks: {self}."
         if self.word == "undetermined":
-            return f"{asked} is not known ({self.doubt or 'one client gives no interval'}): {self}."
+            return f"{asked} is not known ({self.doubt}): {self}."
         return f"{asked} is {self.word}: {self}; a stronger test or more clients may still show a leak."
 
 

@@ -181,7 +181,11 @@ def verdict_of(reading: RunSnapshot) -> Verdict:
     """Return the verdict on both kinds of leak; it never says that a run is private."""
     examples = _of_examples(reading)
     doubt = doubts(reading, "members")
-    members = [replace(result, doubt=doubt) for result in membership_results(reading.scores)]
+    few = f"one {_unit(reading)} gives no interval: attack more {_unit(reading)}s or rounds to decide"
+    members = [
+        replace(result, doubt=doubt or (few if result.excess_low is None else ""))
+        for result in membership_results(reading.scores)
+    ]
     words = {examples.word, *(result.word for result in members)}
     word: Word = "undetermined"
     if "leaks" in words:
@@ -225,7 +229,7 @@ def _of_examples(reading: RunSnapshot) -> Verdict:
         how = "reconstructions identify more of them than by chance, but are not shown to be closer than a guess"
         word, words = "leaks", f"{subject} {by.private}s leak in part: {how}: {numbers}."
     elif doubt or strongest.clusters < 2:
-        why = doubt or f"the {by.private}s of one client are too few to distinguish a leak from luck"
+        why = doubt or f"the {by.private}s of one {_unit(reading)} are too few to distinguish a leak from luck"
         words = f"Nothing can be said about reconstruction: {why}: {numbers}."
     else:
         word = "not shown to leak"
@@ -236,10 +240,11 @@ def _of_examples(reading: RunSnapshot) -> Verdict:
 def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     """Describe the strongest attack with its baseline and the limit."""
     by, limit = reading.scores.measure, Limits.of(reading.pooled("mse")).bound
-    apart = "one client gives no interval"
-    if e.low is not None and e.high is not None:
+    clusters = many(e.clusters, _unit(reading))
+    apart = f"{clusters} {'is' if e.clusters == 1 else 'are'} too few for an interval"
+    if e.low is not None and e.high is not None and e.clusters > 2:
         ends = f"{in_unit(e.low, by)} to {in_unit(e.high, by)}"
-        apart = f"95 % interval of the difference {ends} from {many(e.clusters, 'client')}"
+        apart = f"95 % interval of the difference {ends} from {clusters}"
     budget, all_of = reading.ledger.planned()[e.attack].budget, f"over {e.n} {by.private}s"
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
     yield f"its best baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
@@ -253,6 +258,10 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
         yield f"{e.exposed} of them {'is' if e.exposed == 1 else 'are'} reconstructed {by.beyond}"
     if limit is not None:
         yield f"no attack's mean error is below that of {decibel(limit)} dB"
+
+
+def _unit(reading: RunSnapshot) -> str:
+    return "group" if "secure_sum" in reading.tables else "client"
 
 
 def doubts(reading: RunSnapshot, kind: Kind) -> str:

@@ -13,7 +13,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.views.leak_tables import membership_table
 from fedgauge.server.views.leakage import leakage, leakage_of_all
 from fedgauge.server.views.membership import RATES_SHOWN, membership_results, roc_curves
-from fedgauge.server.views.verdict import Verdict
+from fedgauge.server.views.verdict import Verdict, verdict_of
 from tests.server.views.test_leakage_and_verdict import Cell, Values, score
 from tests.small_runs import LedgerAlone, scores_of, verdict_on
 
@@ -98,6 +98,17 @@ def test_one_client_leaks_if_whole_batches_are_detected(tmp_path: Path) -> None:
     assert told.hits_by_luck == pytest.approx(2 * 0.02**3)
 
 
+@pytest.mark.parametrize(("rounds", "word"), [((1,), "undetermined"), ((1, 2), "leaks")])
+def test_one_group_all_of_whose_members_are_detected(tmp_path: Path, rounds: Sequence[int], word: str) -> None:
+    """Strangers that resemble each other may all be flagged at once, in one group of a hundred."""
+    told = {"membership": [1.0] * 10, "membership_at_1_percent": [1.0] * 10}
+    with written(tmp_path / "l.sqlite", {(r, 0, "membership"): told for r in rounds}, TESTS) as ledger:
+        reading = LedgerAlone(ledger)
+        reading.tables = {**reading.tables, "secure_sum": {"group": 10}}
+        (result,) = verdict_of(reading).members
+    assert (result.word, "one group" in result.sentence) == (word, word == "undetermined")
+
+
 def test_membership_known_from_the_weights_is_no_leak_of_the_update(tmp_path: Path) -> None:
     """The loss alone tells the same members: nothing was read off the update."""
     told = {"membership": [1.0, 1.0, 0.3], "membership_at_1_percent": [1.0, 1.0, 0.0]}
@@ -119,18 +130,6 @@ def test_members_that_a_baseline_also_detects_keep_the_batch_size(tmp_path: Path
     with written(tmp_path / "l.sqlite", {(1, 0, "membership"): own, (1, 0, "loss"): loss}, plan) as ledger:
         (found,) = membership_results(scores_of(ledger))
     assert found.hits_by_luck == pytest.approx(2 * 0.04), "any of four, and not half"
-
-
-def test_over_rounds_the_last_round_counts(tmp_path: Path) -> None:
-    cells = {
-        (round, client, "over"): {"dataset_membership": [value, value]}
-        for round, value in ((1, 0.5), (2, 0.9))
-        for client in range(3)
-    }
-    with written(tmp_path / "l.sqlite", cells, TESTS) as ledger:
-        (told,) = membership_results(scores_of(ledger))
-    assert (told.metric, told.area) == ("dataset_membership", pytest.approx(0.9))
-    assert told.sentence.startswith("Dataset membership leaks")
 
 
 def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> None:
@@ -155,6 +154,7 @@ def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> Non
             row = table[question, name]
             assert (row["n"], row["mean"], row["interval"]) == (leak.n, leak.mean, leak.interval)
     assert table[QUESTIONS["dataset_membership"].asked, "over"]["mean"] == pytest.approx(0.9)
+    assert {told.metric: told.area for told in membership_results(scores)}["dataset_membership"] == pytest.approx(0.9)
     assert table[QUESTIONS["round_membership"].asked, "membership"]["interval"] is None, "one round"
     (hits,) = leakage_of_all(scores, "dataset_membership_at_1_percent")
     assert (hits.n, hits.mean) == (2, 1.0)
