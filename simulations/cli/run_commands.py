@@ -4,7 +4,7 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from hashlib import sha256
 from typing import get_args
 
@@ -74,11 +74,12 @@ def run(options: argparse.Namespace) -> int:
     folder = before or new_run(scenario, options.scenario.stem, options.runs)
     if options.log == "auto":
         console.print(f"run {folder.name}: {scenario.protocol.clients} clients, {scenario.protocol.rounds} rounds")
-    status = 0
-    with Interrupt().caught() as interrupt:
+    status = INTERRUPTED
+    with suppress(KeyboardInterrupt), Interrupt().caught() as interrupt:
         try:
             simulate(folder, scenario, console, interrupt, options.log, options.in_memory)
-            status = INTERRUPTED if interrupt.asked else exit_status(folder)
+            if not interrupt.asked:
+                status = exit_status(folder)
         except (TrainingFailed, AuditFailed) as error:
             tell(error)
             if options.log == "json":
@@ -169,7 +170,7 @@ def _attack(
     following = view_of(run, console, options.log, scenario)
     # before our own signal handlers: Ray sets a SIGTERM handler when it starts
     executor = make_executor(scenario.audit)
-    with Interrupt().caught() as interrupt, closing(executor), following.shown() as view:
+    with suppress(KeyboardInterrupt), Interrupt().caught() as interrupt, closing(executor), following.shown() as view:
         serve(
             run,
             executor,
@@ -193,6 +194,7 @@ def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str],
         )
     if before != assumed:
         ledger.describe("knowledge", known)
+        ledger.set_meta(replay="")  # it was of the other assumptions
     ledger.set_meta(assumed=assumed)
 
 

@@ -52,6 +52,8 @@ def test_after_the_scenario_of_an_app_was_corrected_every_attack_is_made_again_o
     path = run.folder / "scenario.toml"
     tables = tomllib.loads(path.read_text()) | {"chain": [ADAM.chain]}
     path.write_text(tomli_w.dumps(tables))
+    with run.ledger() as ledger:
+        ledger.set_meta(replay="ok")
     assert main(["audit", str(run.folder)]) == 2
     assert "--retry all" in capsys.readouterr().err
     assert main(["audit", str(run.folder), "--retry", "all"]) == 0
@@ -59,3 +61,4 @@ def test_after_the_scenario_of_an_app_was_corrected_every_attack_is_made_again_o
         cards = {row["name"]: row["knowledge"] for row in ledger.attacks()}
         assert "optimizer=adam" in cards["inverting_gradients"] and "WARNING" not in cards["inverting_gradients"]
         assert ledger.progress().total == ledger.progress().done == 12
+        assert ledger.meta()["replay"] != "ok", "it was of other assumptions"

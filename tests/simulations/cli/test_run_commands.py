@@ -102,6 +102,18 @@ def test_a_run_whose_replay_fails_is_no_success(tmp_path: Path, monkeypatch: pyt
     assert [main(command), main(command)] == [1, 4], "nothing was trained, so nothing was attacked"
 
 
+def test_a_second_ctrl_c_names_the_run_and_what_resumes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", stopped)
+    assert main(["run", str(scenario_file(tmp_path)), "--runs", str(tmp_path / "runs")]) == 130
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"fedgauge run --resume {folder}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
