@@ -144,7 +144,7 @@ def gate_of_run(reading: RunSnapshot, thresholds: Sequence[Threshold]) -> list[G
         found, metric = _measured(reading, threshold.metric), threshold.metric
         of_examples = metric.removeprefix(WORST) in reading.scores.modality.measured
         kind: Kind = "epsilon" if metric == EPSILON else "examples" if of_examples else "members"
-        if why := doubts(reading, kind):
+        if (why := doubts(reading, kind)) and GateResult(threshold, found).outcome != "failed":
             why = why if found.value is None else f"a value within the threshold proves nothing: {why}"
             complete = kind == "epsilon" or not reading.plan_coverage.words
             found = Measurement(found.value, f"{found.words}; {why}", conclusive=False, complete=complete)
