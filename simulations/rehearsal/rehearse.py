@@ -247,6 +247,7 @@ def _proof(
         if not exact:
             words = f"{where}, computed again from the observed examples, differs by {off:.1%}, most in {part}"
             if not any(problem.code == "noise" for problem in draft.problems):
+                words += "; if the app adds noise, name it in the scenario's [[chain]] (gaussian or dp_sgd)"
                 ledger.set_meta(training=words, training_fits="False", training_assumed=digest_of(scenario.protocol))
             return words, seconds
         ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
@@ -258,7 +259,8 @@ def _proof(
                 why = "later rounds train otherwise (SCAFFOLD's correction, another rate, other examples)"
                 remedy = "describe them in [[chain]], then change [audit] to attack more"
                 draft.note("rounds", f"{why}; only round {row['round']} is attacked", remedy)
-        exactly = f"exact to rounding (relative error {off:.1e})"
+        rounded = f"differs by {off:.2%}, which the rounding of the weights explains"
+        exactly = f"exact to rounding (relative error {off:.1e})" if off < EXACT else rounded
         return f"{where}, computed again from the observed examples: {exactly}", seconds
 
 
