@@ -123,7 +123,7 @@ def layered(layers: Iterable[Table], joined: Collection[str], where: str) -> Tab
 
 def _check_keys(table: Table, allowed: Collection[str], where: str) -> None:
     if unknown := sorted(table.keys() - set(allowed)):
-        raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join(allowed)})")
+        raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join(dict.fromkeys(allowed))})")
 
 
 def _selection(table: Table, axes: Names, where: str) -> tuple[Names, Table]:

@@ -52,6 +52,8 @@ def _cells(tables: Table) -> list[SweepCell]:
     shared = coerce(tables.get("scenario", {}), dict, "[scenario]")
     if varied := [key for key in ("chain", "attack", "seed") if key in shared]:
         raise SpecError(f"[scenario]: {varied[0]} is what the sweep varies; set it in [[defense]], [[attack]] or seeds")
+    if beside := tables.keys() & {"rounds", "clients"}:
+        raise SpecError(f"{min(beside)} is a key of the scenario: set it in [scenario]")
     if "axes" in tables:
         raise SpecError("axes: a sweep varies [[defense]] and seeds; leave it out")
     seeds = coerce(tables.get("seeds", [0]), Sequence[int], "seeds")

@@ -29,6 +29,7 @@ def test_a_cell_is_the_shared_scenario_with_the_defenses_own_tables(tmp_path: Pa
     ("changes", "named"),
     [
         ({"cells": 3}, "'cells'"),
+        ({"clients": 4}, "[scenario]"),
         ({"axes": ["defense", "model"]}, "axes"),
         ({"reference": {"none": {"analytic": {"psnr": 60.0}}}}, "'reference'"),
         ({"seeds": []}, "seed"),
