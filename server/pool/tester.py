@@ -236,14 +236,11 @@ def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest]
     ledger, fed = source.ledger, with_examples(source.federation, found)
     planned, memories = ledger.planned(), dict[str, dict[int, ClientState]]()
     auditor = Auditor(FederationSource(fed), scenario.plan.seed)
+    there = {key for key, batch in found.items() if batch is not None and len(batch.y)}
     done = 0
 
     def missing(client: int, round: int) -> list[int]:
-        return [
-            m
-            for m in fed.protocol.members(client, round)
-            if (batch := found.get((round, m))) is None or not len(batch.y)
-        ]
+        return [m for m in fed.protocol.members(client, round) if (round, m) not in there]
 
     for (name, round), group in groupby(tests, key=lambda test: (test.attack, test.round)):
         here = []

@@ -76,7 +76,7 @@ def run(name: str, wave: Wave, known: Knowledge, budget: Budget | None = None) -
     return ATTACKS[name]().reconstruct(wave, known, budget or Budget(4, restarts=2), streams(len(wave)))
 
 
-def well_formed(results: list[Reconstruction], wave: Wave, known: Knowledge) -> None:
+def well_shaped(results: list[Reconstruction], wave: Wave, known: Knowledge) -> None:
     assert len(results) == len(wave)
     for found in results:
         assert found.status in STATUSES
@@ -85,14 +85,19 @@ def well_formed(results: list[Reconstruction], wave: Wave, known: Knowledge) -> 
         assert found.x is not None or found.status in {"not_applicable", "diverged"}
         if found.x is not None:
             assert found.x.shape == (known.batch_size, *known.shape)
-            assert found.x.dtype == torch.float32
-            assert torch.isfinite(found.x).all()
-            assert 0 <= float(found.x.min()) <= float(found.x.max()) <= 1
-            assert not found.x.requires_grad
         if found.y is not None:
             assert found.y.shape == (known.batch_size,)
             assert found.y.dtype == torch.int64
             assert 0 <= int(found.y.min()) <= int(found.y.max()) < known.classes
+
+
+def well_formed(results: list[Reconstruction], wave: Wave, known: Knowledge) -> None:
+    well_shaped(results, wave, known)
+    for x in (found.x for found in results if found.x is not None):
+        assert x.dtype == torch.float32
+        assert torch.isfinite(x).all()
+        assert 0 <= float(x.min()) <= float(x.max()) <= 1
+        assert not x.requires_grad
 
 
 @every

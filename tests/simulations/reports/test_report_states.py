@@ -5,7 +5,6 @@ from pathlib import Path
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from tests.simulations.reports.report_pages import page_of, taped
 from tests.small_runs import scenario
@@ -42,18 +41,6 @@ def test_an_interrupted_run_shows_what_there_is(tmp_path: Path) -> None:
     assert "The training was interrupted after 2 of 5 rounds" in page.words
     assert f"{progress.done} of {progress.total} jobs done" in page.words
     assert [tile for tile in page.tiles("inverting_gradients") if tile["image"]]
-
-
-def test_a_server_that_was_not_curious(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "blind", scenario(audit={"curious": False}))
-    with run.ledger() as ledger:
-        ledger.record_round(0, 0.1, 2.3, 0.0, 0.0)
-        ledger.record_intake(1, [Participation(0, "accepted", "", 2), Participation(1, "missing", "no reply")], None)
-        ledger.record_round(1, 0.2, 2.0, 1.0, 0.0)
-    page = page_of(run)
-    assert "The server was not curious" in page.words
-    assert "fedgauge audit" not in page.words, "there is nothing on the tape to audit"
-    assert "1 of 2 updates arrived; client" in page.words
 
 
 def test_a_failed_attack_is_reported_with_its_error(tmp_path: Path) -> None:
