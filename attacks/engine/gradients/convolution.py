@@ -178,8 +178,8 @@ class WindowProduct(Function):
                 return apply(Adjoint, signal, weight, windows), None, None, None, None
             return apply(WindowAdjoint, signal, flat, windows, problems), None, None, None, None
         if signal is not None:
-            product = _rows_of(signal, problems) @ flat
-            by_rows = product if by_rows is None else by_rows + product
+            product = _rows_of(signal, problems).flatten(0, 1)
+            by_rows = product @ flat if by_rows is None else torch.addmm(by_rows.flatten(0, 1), product, flat)
         return None if by_rows is None else apply(Fold, by_rows, windows, problems), None, None, None, None
 
 

@@ -196,9 +196,7 @@ class GradientRecorder(CallRecorder):
         out = apply(Convolution, input, weight, bias, windows)
         return self.keep(out, _of_convolution, *names, input, windows)
 
-    def product(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, windows: "Windows"
-    ) -> tuple[Tensor, Tensor]:
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, windows: "Windows") -> tuple[Tensor, Tensor]:
         """A convolution by its input's windows (N, out, h, w), and the windows."""
         shared, problems = self.examples.windows if input is self.examples.x else {}, self.examples.problems
         if not self.moves:
