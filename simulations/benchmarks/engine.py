@@ -60,9 +60,9 @@ CELLS: tuple[SpeedCase, ...] = (
     SpeedCase("lenet", lenet, 16, 8.0, DIGITS),
     SpeedCase("lenet, 5 local steps", lenet, 32, 6.0, steps=5, iterations=12),
     SpeedCase("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 8, 14.0, iterations=24),
-    SpeedCase("convnet of width 64", convnet, 4, 1.15, iterations=12),
-    SpeedCase("resnet20-4", partial(resnet20, width=4), 1, 1.0, iterations=12),
-    SpeedCase("resnet20-4", partial(resnet20, width=4), 4, 1.15, iterations=12),
+    SpeedCase("convnet of width 64", convnet, 4, 1.15, iterations=6),
+    SpeedCase("resnet20-4", partial(resnet20, width=4), 1, 1.0, iterations=6),
+    SpeedCase("resnet20-4", partial(resnet20, width=4), 4, 1.15, iterations=6),
 )
 
 

@@ -84,7 +84,7 @@ def _overlaps(
     first = (torch.arange(lines)[:, None] * places * between + torch.arange(between)).flatten() * size
     entries = first[:, None] + (place * between * size + entry).flatten()[order]
     begins = torch.arange(len(first))[:, None] * len(order) + counts.cumsum(0) - counts
-    return entries.flatten().to(device), begins.flatten().to(device)
+    return entries.flatten().to(device, torch.int32), begins.flatten().to(device, torch.int32)
 
 
 class Unfold(Function):
