@@ -111,21 +111,19 @@ class AdamSearch(adam, Search):
         live, spent, done = torch.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64), 0
         part = {name: t.clone() for name, t in variables.items()}
         moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in part.items()}
-        finite, left = torch.zeros(len(rows), dtype=torch.bool, device=part["x"].device), rows
+        finite = torch.zeros(len(rows), dtype=torch.bool, device=part["x"].device)
         while done < iterations and len(live) and not context.clock.over():
-            finite |= self._move(context, step, part, moments, left, done).isfinite()
+            finite |= self._move(context, step, part, moments, rows[live], done).isfinite()
             done += 1
+            spent[live] = done
             if done % CHECK_EVERY == 0:
                 kept = finite.cpu().view(-1, unit).any(1).repeat_interleave(unit)
                 finite = torch.zeros_like(finite)
                 if not kept.all():
-                    spent[live] = done
                     for name, t in part.items():
                         variables[name][live] = t
                     live, finite, part = live[kept], finite[kept], {name: t[kept] for name, t in part.items()}
-                    left = rows[live]
                     moments = {name: (first[kept], second[kept]) for name, (first, second) in moments.items()}
-        spent[live] = done
         for name, t in part.items():
             variables[name][live] = t
         interrupted = torch.zeros(len(rows), dtype=torch.bool)

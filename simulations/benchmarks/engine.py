@@ -19,7 +19,6 @@ from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.matching.search import AdamSearch, Step
 from fedgauge.client.chain import chain
-from fedgauge.client.data.images import mnist5k
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet, resnet20
 from fedgauge.client.rng import generator
@@ -31,20 +30,19 @@ from fedgauge.simulations.run.environment import one_thread
 RATE = 0.1  # of the client's local steps
 TV = 0.1
 PUBLISHED = "published loop"
-CIFAR_SHAPE, DIGITS, SMOOTH = "random 3x32x32", "mnist5k 1x28x28", "smooth random"
+CIFAR_SHAPE, SMOOTH = "random 3x32x32", "smooth random"
 COARSE = 6  # pixels of a smooth image before it is enlarged
 Make = Callable[[tuple[int, int, int], int], nn.Module]
 
 
 @dataclass(frozen=True)
 class SpeedCase:
-    """One comparison: a network, a source of images, K (`size`), and the local steps that the attack unrolls."""
+    """One comparison: a network, K (`size`), and the local steps that the attack unrolls."""
 
     name: str
     make: Make
     size: int
     target: float | None = None
-    source: str = CIFAR_SHAPE
     steps: int = 1
     iterations: int = 48  # enough that one-off work (the start, the dry pass) weighs as little as in use
     compiled: bool = False
@@ -57,7 +55,6 @@ CELLS: tuple[SpeedCase, ...] = (
     SpeedCase("lenet", lenet, 64, 8.0, iterations=24),
     SpeedCase("lenet", lenet, 1, None, iterations=240, compiled=True),
     SpeedCase("lenet", lenet, 16, 12.0, compiled=True),
-    SpeedCase("lenet", lenet, 16, 8.0, DIGITS),
     SpeedCase("lenet, 5 local steps", lenet, 32, 6.0, steps=5, iterations=12),
     SpeedCase("mlp of 5.1 M", partial(mlp, hidden=(1250, 1000)), 8, 14.0, iterations=24),
     SpeedCase("convnet of width 64", convnet, 4, 1.15, iterations=6),
@@ -142,16 +139,12 @@ def problem(
     """Return the first `size` problems from a source of images; both sides know the labels.
 
     Args:
-        pixels: side of an image, unless they are digits.
+        pixels: side of an image.
     """
-    if source == DIGITS:
-        dataset = mnist5k()
-        x, y, centre, spread = dataset.x[:size] / 255, dataset.y[:size], dataset.mean, dataset.std
-    else:  # a speed does not depend on what the images show
-        coarse = COARSE if source == SMOOTH else pixels
-        x = torch.rand(size, 3, coarse, coarse, generator=generator(seed, "benchmark images"))
-        x = F.interpolate(x, pixels, mode="bicubic").clamp(0, 1) if source == SMOOTH else x
-        y, centre, spread = torch.arange(size) % 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    coarse = COARSE if source == SMOOTH else pixels
+    x = torch.rand(size, 3, coarse, coarse, generator=generator(seed, "benchmark images"))
+    x = F.interpolate(x, pixels, mode="bicubic").clamp(0, 1) if source == SMOOTH else x
+    y, centre, spread = torch.arange(size) % 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     shape = (x.shape[1], x.shape[2], x.shape[3])
     model = untrained(partial(make, shape, 10), seed).to(device, torch.get_default_dtype())
     x, y = x.to(device, torch.get_default_dtype()), y.to(device)
@@ -172,11 +165,11 @@ def engine(cells: Sequence[SpeedCase] = CELLS, repetitions: int = 5) -> Benchmar
 
 
 def _compare(cell: SpeedCase, repetitions: int) -> Iterator[Figure]:
-    name, n = f"{cell.name}, {cell.source}, K = {cell.size}" + (", compiled" if cell.compiled else ""), cell.iterations
+    name, n = f"{cell.name}, {CIFAR_SHAPE}, K = {cell.size}" + (", compiled" if cell.compiled else ""), cell.iterations
     if lacks := missing(CPU) if cell.compiled else "":
         yield Figure(f"{name}: engine / {PUBLISHED}", None, "x", note=f"skipped: needs {lacks}")
         return
-    posed = replace(problem(cell.source, cell.size, make=cell.make, steps=cell.steps), compiled=cell.compiled)
+    posed = replace(problem(CIFAR_SHAPE, cell.size, make=cell.make, steps=cell.steps), compiled=cell.compiled)
     posed.engine(2)  # the second step is the one that is compiled
     works: dict[str, Callable[[], object]] = {
         "engine": partial(posed.engine, n),

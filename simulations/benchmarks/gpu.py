@@ -19,7 +19,7 @@ from statistics import mean, median
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Wave
+from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, devices_of, numerics
 from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
@@ -185,11 +185,6 @@ class GpuBenchmark:
 
     # ------------------------------------------------------------------------------------------------------- learned
 
-    def _run(self, attack: Attack, wave: Wave, known: Knowledge, steps: int) -> float:
-        """Seconds of an attack of so many steps."""
-        streams = [partial(generator, 0, "gpu", k) for k in range(len(wave))]
-        return self.seconds(lambda: attack.reconstruct(wave, known, Budget(steps), streams))
-
     def learning(self) -> Iterator[Figure]:
         """Learning To Invert on LeNet: the shadow updates, and epochs of training."""
         sizes, count = self.sizes, self.sizes.auxiliary
@@ -202,7 +197,9 @@ class GpuBenchmark:
         known = replace(posed.known, auxiliary=Batch(x.to(self.device), y.to(self.device)))
         attack = learning_to_invert(hidden=sizes.hidden)
         steps = math.ceil(0.9 * count / attack.batch)
-        begun, one, several = (self._run(attack, posed.wave, known, n) for n in (1, steps, (1 + sizes.epochs) * steps))
+        budgets = [Budget(n) for n in (1, steps, (1 + sizes.epochs) * steps)]
+        run = partial(attack.reconstruct, posed.wave, known, streams=[partial(generator, 0, "gpu", 0)])
+        begun, one, several = (self.seconds(partial(run, budget=budget)) for budget in budgets)
         each = (several - one) / sizes.epochs
         note = f"{begun:.1f} s until the first step, and {each:.3g} s an epoch of {steps} steps, the mean of {sizes.epochs}"
         yield Figure(title, (begun + EPOCHS * each) / 60, "min", at_most=15.0, note=f"{note}; hidden {sizes.hidden}")

@@ -68,13 +68,10 @@ class Windows:
 def _overlaps(
     lines: int, places: int, between: int, size: int, step: int, margin: int, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Runs (lines, places, between, size), each `step` after the one before, as bags (lines, between, length) of entries.
-
-    Args:
-        margin: entries before the first that counts.
+    """Sums (lines, between, length) of runs (lines, places, between, size), each laid `step` after the one before.
 
     Returns:
-        The entries of all bags, and where each bag begins.
+        The entries of all sums, and where each sum begins.
     """
     place, entry = torch.arange(places)[:, None], torch.arange(size)
     at, apart = place * step + entry - margin, -(-size // step)  # runs this far apart do not overlap
@@ -172,38 +169,16 @@ class WindowProduct(Function):
     @staticmethod
     def backward(ctx: Any, signal: Tensor | None, by_rows: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, flat = ctx.saved_tensors
-        windows, problems, first_order = ctx.windows, ctx.problems, torch.is_grad_enabled() and by_rows is None
-        if first_order and signal is not None:
-            if windows.regular and windows.numbers >= CACHE:
-                return apply(Adjoint, signal, weight, windows), None, None, None, None
-            return apply(WindowAdjoint, signal, flat, windows, problems), None, None, None, None
-        if signal is not None:
-            product = _rows_of(signal, problems).flatten(0, 1)
-            by_rows = product @ flat if by_rows is None else torch.addmm(by_rows.flatten(0, 1), product, flat)
-        return None if by_rows is None else apply(Fold, by_rows, windows, problems), None, None, None, None
-
-
-class WindowAdjoint(Function):
-    """The adjoint of `WindowProduct` as a function of its signal."""
-
-    @staticmethod
-    def forward(ctx: Any, signal: Tensor, flat: Tensor, windows: "Windows", problems: int) -> Tensor:
-        ctx.save_for_backward(flat)
-        ctx.windows, ctx.problems = windows, problems
-        return windows.summed(_rows_of(signal, problems) @ flat)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (flat,) = ctx.saved_tensors
         windows: Windows = ctx.windows
-        by_signal = windows.of(g, ctx.problems) @ flat.T
-        return by_signal.view(-1, *windows.out, len(flat)).permute(0, 3, 1, 2), None, None, None
-
-
-def _rows_of(signal: Tensor, problems: int) -> Tensor:
-    """(P * B, out, h, w) to (P, B * h * w, out)."""
-    return signal.permute(0, 2, 3, 1).reshape(problems, -1, signal.shape[1])
+        if torch.is_grad_enabled() and by_rows is None and windows.regular and windows.numbers >= CACHE:
+            return apply(Adjoint, signal, weight, windows), None, None, None, None
+        if signal is not None:
+            by_position = signal.permute(0, 2, 3, 1).reshape(ctx.problems, -1, len(flat))
+            if by_rows is None:
+                by_rows = by_position @ flat
+            else:
+                by_rows = torch.addmm(by_rows.flatten(0, 1), by_position.flatten(0, 1), flat).view_as(by_rows)
+        return None if by_rows is None else apply(Fold, by_rows, windows, ctx.problems), None, None, None, None
 
 
 class KernelGradient(Function):
