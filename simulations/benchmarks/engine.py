@@ -141,16 +141,12 @@ def problem(
     pixels: int = 32,
     device: torch.device = CPU,
 ) -> ImageProblem:
-    """Return the first `size` problems from a source of images; both sides know the labels.
-
-    Args:
-        pixels: side of an image.
-    """
+    """Return `size` problems with images of `pixels` x `pixels` from a source; both sides know the labels."""
     coarse = COARSE if source == SMOOTH else pixels
     x = torch.rand(size, 3, coarse, coarse, generator=generator(seed, "benchmark images"))
     x = F.interpolate(x, pixels, mode="bicubic").clamp(0, 1) if source == SMOOTH else x
     y, centre, spread = torch.arange(size) % 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    shape = (x.shape[1], x.shape[2], x.shape[3])
+    shape = (3, pixels, pixels)
     model = untrained(partial(make, shape, 10), seed).to(device, torch.get_default_dtype())
     x, y = x.to(device, torch.get_default_dtype()), y.to(device)
     known = Knowledge(model, chain(local_sgd(RATE, steps)), shape, 10, 1, centre, spread, labels=y[:, None])
