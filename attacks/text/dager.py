@@ -87,8 +87,6 @@ class dager(SentenceReader):
             near[place].append((distance, word))
         near = near if placed else near * length
         most = self.each * verifier.known.batch_size * (1 if placed else length)
-        if isinstance(spans, PartialSpan):  # all its words are equally near
-            most = model.vocabulary
         return search.read([sorted(some)[:most] for some in near], spans.threshold)
 
     def _maps(self, model: LanguageModel, block: int) -> list[Projection]:
