@@ -26,7 +26,7 @@ test: install
 pytest: install
 	$(PYTEST)
 
-# what `make test` leaves out: full products of components, and faults of whole deployments
+# what `make test` leaves out: each two values of products of components, and faults of whole deployments
 test-full: install
 	$(PYTEST) -m full
 

@@ -4,19 +4,18 @@ The choice reads only the agreed protocol: the kind of data, the network, the ch
 scenario means the same audit everywhere.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Literal, get_args
 
 from torch import nn
 
 from fedgauge.attacks.engine.computation import InputLayer, dense_input_layer
-from fedgauge.attacks.exact.patch_embedding import embeds_patches
+from fedgauge.attacks.exact.patch_embedding import patches_read
 from fedgauge.attacks.exact.recursive import stages_of
 from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
-from fedgauge.attacks.problem import Unattackable
 from fedgauge.client.components import Table
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer
@@ -52,11 +51,11 @@ def _dense(fed: Federation) -> InputLayer | None:
         return None
 
 
-def _solvable(fed: Federation) -> bool:
-    """Return whether the network is a chain that `recursive` solves layer by layer."""
+def _works(read: Callable[[nn.Module, Sequence[int]], object], fed: Federation) -> bool:
+    """Return whether a closed form reads the network."""
     try:
-        return bool(stages_of(fed.model, fed.shards.dataset.shape))
-    except Unattackable:
+        return bool(read(fed.model, fed.shards.dataset.shape))
+    except ValueError:
         return False
 
 
@@ -73,8 +72,8 @@ def _has(fed: Federation, kind: type[nn.Module]) -> bool:
 # where an attack works, if not everywhere
 WORKS: Mapping[str, Callable[[Federation], bool]] = {
     "analytic": lambda fed: _alone(fed) and _dense(fed) is not None,
-    "patch_embedding": lambda fed: _alone(fed) and embeds_patches(fed.model, fed.shards.dataset.shape),
-    "recursive": lambda fed: _alone(fed) and _dense(fed) is None and _solvable(fed),
+    "patch_embedding": lambda fed: _alone(fed) and _works(patches_read, fed),
+    "recursive": lambda fed: _alone(fed) and _dense(fed) is None and _works(stages_of, fed),
     "spear": lambda fed: _readable(fed) and not noise_is_known(fed),
     "spear_plus_plus": _readable,
     "exact": _alone,

@@ -111,9 +111,6 @@ def _ledoit_wolf(centred: Tensor, variances: Tensor, average: float) -> float:
     return 1.0 if error >= distance else max(error / distance, 1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------ by class
-
-
 @dataclass(frozen=True, eq=False)
 class ClassPrior:
     """Prior of an example given only its label: it is drawn around the mean of its class.

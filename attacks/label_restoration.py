@@ -356,7 +356,11 @@ def _systems(update: Update, params: Params, known: Knowledge, outputs: Outputs 
     names = layer_parameters(_classifier(known))
     weight, bias = _gradient(update, known)
     assert bias is not None
-    features = _class_means(weight, bias)
+    weight, bias = weight / bias.abs().max(), bias / bias.abs().max()  # no under- or overflow below
+    absent = bias > 0  # not empty for a nonzero bias: without noise, its entries sum to zero
+    common = weight[absent].sum(0) / bias[absent].sum() if absent.any() else torch.zeros_like(weight[0])
+    # the mean of each class, shrunk to that of the absent classes' rows
+    features = (bias.sign()[:, None] * weight + SHRINK * common) / (bias.abs() + SHRINK)[:, None]
     w, b = (_exact(params[k]) for k in names)
     if outputs is not None:
         slopes = derivative(known, outputs, features @ w.T + b, torch.arange(known.classes)).detach()
@@ -366,14 +370,6 @@ def _systems(update: Update, params: Params, known: Knowledge, outputs: Outputs 
     if _is_pair(known):
         w, b, change_w, change_b = (torch.cat([torch.zeros_like(t), t]) for t in (w, b, change_w, change_b))
     return _system(features, w, b), _system(features, w + change_w, b + change_b)
-
-
-def _class_means(weight: Tensor, bias: Tensor) -> Tensor:
-    """The mean feature of each class (classes, features), shrunk to that of the absent classes' rows."""
-    weight, bias = weight / bias.abs().max(), bias / bias.abs().max()  # no under- or overflow below
-    absent = bias > 0  # not empty for a nonzero bias: without noise, its entries sum to zero
-    common = weight[absent].sum(0) / bias[absent].sum() if absent.any() else torch.zeros_like(weight[0])
-    return (bias.sign()[:, None] * weight + SHRINK * common) / (bias.abs() + SHRINK)[:, None]
 
 
 def _system(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

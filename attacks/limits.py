@@ -47,9 +47,6 @@ CHUNK = 64  # directions, or images, computed together
 PROBE = 4096  # entries of the test update that shows whether a link chooses what it drops
 
 
-# -------------------------------------------------------------------------------------------------------------- noise
-
-
 def known_noise(chain: Chain) -> tuple[Chain, UpdateDistribution] | None:
     """Return the chain that F describes without its noise, and that noise; None without noise of a known density.
 
@@ -118,9 +115,6 @@ def _weight(value: Tensor, noise: UpdateDistribution) -> Tensor:
     return weight.to(value.dtype)
 
 
-# -------------------------------------------------------------------------------------------------------- information
-
-
 def fisher(forward: UpdateFn, params: Params, batch: Batch, weigh: Precision, chunk: int = CHUNK) -> Tensor:
     """F(x) = J' S^-1 J, (n, n) float64, of all n entries of batch.x, by n forward-mode derivatives in chunks."""
     units = torch.eye(batch.x.numel(), dtype=batch.x.dtype).view(-1, *batch.x.shape)
@@ -162,9 +156,6 @@ def _moves(forward: UpdateFn, params: Params, batch: Batch, weigh: Precision, di
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
         moved = vmap(along)(directions)
     return torch.cat([(moved[k] * root).flatten(1) for k, root in roots.items()], 1)
-
-
-# ------------------------------------------------------------------------------------------------------------- bounds
 
 
 def trace_bound(traces: Tensor, blocks: Sequence[VarianceBlock]) -> float:
@@ -301,9 +292,6 @@ class BayesLimit(ErrorLimit):
 
     def error(self, case: Case, rng: Generator) -> float:
         return bayes_limit(case.known, case.wave.params, public_priors(case.fed.shards), rng)
-
-
-# --------------------------------------------------------------------------------------------------------- certificate
 
 
 def reconstruction_robustness(prior_success: float, sigma: float, releases: int = 1) -> float:

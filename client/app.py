@@ -6,18 +6,18 @@ file says; otherwise it is the client of a simulation with the number `partition
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from typing import cast
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedgauge.client.arrays import npy_array
 from fedgauge.client.deployment.deployed_client import DeployedClient, UpdatePolicy, self_audit
 from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_mod import RECORD as SUM
@@ -30,6 +30,7 @@ from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation, federation
 from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.client.models.vision import detached_params, floating_buffers
+from fedgauge.client.mods import tensor_of, tensors_of
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
 
@@ -190,7 +191,10 @@ def _answer_with_update(message: Message, context: Context, own: DeployedClient,
     mu, agreed = message.content.config_records["config"].get("proximal-mu"), own.chain.local.proximal_mu
     if mu not in (None, agreed):
         raise RequestRefused("the server asks for a different proximal-mu than this client applies")
-    params, buffers = _sent(message, own)
+    records = message.content.array_records
+    with _from_the_server():
+        params = tensors_of(records.get("arrays", ArrayRecord()), detached_params(own.model))
+        buffers = tensors_of(records["buffers"], floating_buffers(own.model)) if "buffers" in records else {}
     memory = _memory(context, "memory")
     rows = own.draw(round)
     batch = own.owner.batch(rows)
@@ -255,10 +259,15 @@ def grade(message: Message, context: Context) -> Message:
             raise RequestRefused("this client sends only secure sums, and no client has all their examples")
         round = _round_of(message, "grade", 2**31)
         with state.locked():
-            run = _run_of(message, context)
+            # for Flower, resumed training is a new run
+            asked = str(message.content.config_records["grade"].get("run", context.run_id))
+            if re.fullmatch(r"[0-9]{1,20}", asked) is None:
+                raise RequestRefused("run must be a number, as text")
+            run = int(asked)
             batch = batch_to_grade(owner, state, run, round)
             records = message.content.array_records.get("images", ArrayRecord())
-            images = {name: _tensor(name, array, batch.x.shape) for name, array in records.items()}
+            with _from_the_server():
+                images = {name: tensor_of(name, array, batch.x.shape) for name, array in records.items()}
             answer = grade_images(owner.grading, state, round, batch, images, run)
     except RequestRefused as reason:
         state.note("refused", run=context.run_id, what="grade", reason=reason.for_owner)
@@ -269,14 +278,6 @@ def grade(message: Message, context: Context) -> Message:
     return Message(content, reply_to=message)
 
 
-def _run_of(message: Message, context: Context) -> int:
-    """Flower's number of the run that trained a round: for Flower, resumed training is a new run."""
-    run = str(message.content.config_records["grade"].get("run", context.run_id))
-    if re.fullmatch(r"[0-9]{1,20}", run) is None:
-        raise RequestRefused("run must be a number, as text")
-    return int(run)
-
-
 def _round_of(message: Message, record: str, most: int) -> int:
     round = message.content.config_records.get(record, ConfigRecord()).get("server-round")
     if not isinstance(round, int) or not 1 <= round <= most:
@@ -284,28 +285,10 @@ def _round_of(message: Message, record: str, most: int) -> int:
     return round
 
 
-def _sent(message: Message, own: DeployedClient) -> tuple[Params, dict[str, Tensor]]:
-    """Weights and buffers; RequestRefused unless they have exactly the model's names and shapes."""
-    records = message.content.array_records
-    params = _tensors(records.get("arrays", ArrayRecord()), detached_params(own.model))
-    return params, _tensors(records["buffers"], floating_buffers(own.model)) if "buffers" in records else {}
-
-
-def _tensors(record: ArrayRecord, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if record.keys() != like.keys():
-        raise RequestRefused("the server's weights or buffers do not have the model's names")
-    tensors = {name: _tensor(name, record[name], t.shape, t.dtype) for name, t in like.items()}
-    if wrong := [name for name, t in tensors.items() if not torch.isfinite(t).all()]:
-        raise RequestRefused(f"the server's {wrong[0]} has entries that are not finite")
-    return tensors
-
-
-def _tensor(name: str, array: Array, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An array as a tensor of the expected shape and dtype."""
+@contextmanager
+def _from_the_server() -> Iterator[None]:
+    """Refuse arrays of a message that do not fit; only the owner learns what was expected."""
     try:
-        found = torch.from_numpy(npy_array(array.data))
-        if found.shape != shape or found.dtype != dtype:
-            raise ValueError(f"expected shape {tuple(shape)} and dtype {dtype}")
-    except (TypeError, ValueError) as error:  # TypeError: torch has no such dtype
-        raise RequestRefused(f"{name} is not an array of the shape and dtype that belong here") from error
-    return found
+        yield
+    except ValueError as error:
+        raise RequestRefused("the message's arrays are not finite, or not those that belong here") from error

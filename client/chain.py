@@ -136,28 +136,22 @@ class Chain:
 
         return Chain((*self.links[:place], sent, *self.links[place:]))
 
-    def check(self) -> None:
-        """Refuse an order of links that makes no sense.
-
-        Raises:
-            ValueError: the message says which link belongs where.
-        """
+    def faults(self) -> Iterator[str]:
+        """Yield which links belong elsewhere; ValueError where there is not one local training."""
         local = self.links.index(self.local)
         for i, link in enumerate(self.links):
             if i < local and _stateful(link):
-                raise ValueError(f"{_named(link, i)} keeps a state, so it belongs after local_sgd")
+                yield f"{_named(link, i)} keeps a state, so it belongs after local_sgd"
             if not is_per_example(link):
                 continue
             inner = link.inner if isinstance(link, per_example) else None
             if isinstance(inner, BatchTransform) or _stateful(inner) or getattr(inner, "each", False):
-                raise ValueError(f"{_named(link, i)} cannot act on single gradients: remove each = true")
+                yield f"{_named(link, i)} cannot act on single gradients: remove each = true"
             if i > local:
-                raise ValueError(f"{_named(link, i)} takes examples one by one, so it belongs before local_sgd")
+                yield f"{_named(link, i)} takes examples one by one, so it belongs before local_sgd"
             for j, nearer in enumerate(self.links[:i]):
                 if isinstance(nearer, UpdateTransform | BatchTransform) and not is_identity(nearer):
-                    raise ValueError(
-                        f"{_named(nearer, j)} acts on the whole batch before {_named(link, i)}: use each = true"
-                    )
+                    yield f"{_named(nearer, j)} acts on the whole batch before {_named(link, i)}: use each = true"
 
     @property
     def local(self) -> "local_sgd":

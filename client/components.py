@@ -81,9 +81,6 @@ class ComponentKind:
         return sorted({entry.name for entry in self.entries()})
 
 
-# ---------------------------------------------------------------------------------------------- packages of a user's own
-
-
 def allow(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = True) -> None:
     """Let components be named from these packages, and no others, in this process and those that it starts.
 
@@ -123,13 +120,6 @@ def allowing(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool 
                 os.environ[key] = value
 
 
-def _importable() -> None:
-    """Put the folders of allowed packages at the end of Python's path, so that they hide no other package."""
-    for folder in os.environ.get(ALLOW_PATH, "").split(os.pathsep):
-        if folder and folder not in sys.path:
-            sys.path.append(folder)
-
-
 def with_absolute_paths(table: Table, kind: ComponentKind, base: Path) -> Table:
     """Return the table with absolute paths; relative ones start from base.
 
@@ -154,9 +144,6 @@ def _has_path(hint: Any) -> bool:
     if isinstance(of, type) and issubclass(of, os.PathLike):
         return True
     return any(map(_has_path, typing.get_args(hint)))
-
-
-# ------------------------------------------------------------------------------------------------------------- building
 
 
 def build(
@@ -270,7 +257,9 @@ def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]
             flag = f": use --allow {package} on the command line, or set {ALLOW}={package}"
             advice = flag if package.isidentifier() and package != OWN else ""
             raise SpecError(f"{where}: use = {name!r} is not allowed here; {_choices(name, kind)}{advice}")
-        _importable()
+        for folder in os.environ.get(ALLOW_PATH, "").split(os.pathsep):
+            if folder and folder not in sys.path:
+                sys.path.append(folder)  # at the end, so that it hides no other package
     try:
         target = pkgutil.resolve_name(value)
         fits = own or kind.admits_outside(target, (module.split(".")[0],) if entry else allowed())
@@ -347,6 +336,7 @@ def check_arguments(
 
 
 def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
+    target = inspect.unwrap(target)  # of what is cached, as its signature is
     if not inspect.isclass(target) and not inspect.isfunction(target):
         return {}
     return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
@@ -427,9 +417,6 @@ def settings_of(kind: type[Settings], value: Any, where: str, more_keys: Sequenc
     """
     found: Settings = call_checked(kind, coerce(value, dict, where), where, more_keys=more_keys)
     return found
-
-
-# ------------------------------------------------------------------------------------------------- ranges of settings
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A federation: a protocol with its data loaded, its model built and its chain composed."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.client.chain import Chain, trained_on
-from fedgauge.client.components import ComponentKind, SpecError, build, call, call_checked, coerce
+from fedgauge.client.components import ComponentKind, SpecError, build, call, call_checked, coerce, errors_in
 from fedgauge.client.data.canary_examples import with_canary_examples
 from fedgauge.client.data.dataset import Dataset, Shards, batch_of, split
 from fedgauge.client.gradient import evaluated, gradient
@@ -50,7 +50,6 @@ from fedgauge.client.update import (
     Batch,
     Loss,
     Params,
-    Transform,
     Update,
     UpdateFn,
     at_least_single,
@@ -63,6 +62,9 @@ DATASET = ComponentKind("a dataset", ("fedgauge.datasets",), Dataset, annotated=
 TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
 TRIED = 6  # public examples on which a loss is tried
 LOGITS = 2**24  # computed at once where a network is evaluated
+UNMIXED = (
+    '[model] mode = "eval", or bring a network with GroupNorm, such as norm = "group"'  # without BatchNorm's mixing
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,59 +174,44 @@ class Federation:
                 raise SpecError(f"{where}: {table['use']} is stateful and cannot be used with [secure_sum]: remove one")
             links.append(per_example(link) if each else link)
         composed: Chain = Chain(tuple(links))
-        call(composed.check, {}, "[[chain]]")
-        self._check_chain(composed)
+        with errors_in("[[chain]]", ValueError):
+            for fault in composed.faults():
+                raise SpecError(fault)
+        for fault in self._misfits(composed):
+            raise SpecError(fault)
         return composed
 
-    def _check_chain(self, composed: Chain) -> None:
-        """Refuse a chain that does not fit the data, the network, the loss or the canaries."""
+    def _misfits(self, composed: Chain) -> Iterator[str]:
+        """Yield why a chain does not fit the data, the network, the loss or the canaries."""
         local, whole = composed.local, self.shards.batch_size
         steps = composed.links[: composed.links.index(local)]
         if whole % (local.batch_size or whole) and any(hasattr(link, "batch_size") for link in steps):
-            raise SpecError(
-                f"[[chain]]: batch_size must divide [data] batch_size {whole}, as a link needs equal batches"
-            )
+            yield f"[[chain]]: batch_size must divide [data] batch_size {whole}, as a link needs equal batches"
         if local.remembers and any(composed.stays(name) for name, _ in self.model.named_parameters()):
-            raise SpecError("[[chain]]: private_layers and scaffold cannot be combined: use local_sgd")
+            yield "[[chain]]: private_layers and scaffold cannot be combined: use local_sgd"
         if self.protocol.canaries is not None and not composed.private:
-            raise SpecError("[canaries] needs noise behind a clip in the chain: add clip and gaussian, or dp_sgd")
+            yield "[canaries] needs noise behind a clip in the chain: add clip and gaussian, or dp_sgd"
         mixing = [name for name, m in self.model.named_modules() if isinstance(m, _BatchNorm) and m.training]
         if mixing and any(map(is_per_example, composed.links)):
-            raise SpecError(
-                f"[[chain]] acts per example, and layer {mixing[0]!r} (BatchNorm in train mode) mixes examples: "
-                f"set {self.without_batch_statistics}"
-            )
-        self._check_frozen(steps)
-        for i, link in enumerate(composed.links, 1):
-            if isinstance(link, BatchTransform):
-                self._check_labels(link, f"[[chain]] #{i}")
-
-    def _check_frozen(self, steps: Sequence[Transform]) -> None:
-        """Refuse parameters that the network does not train, unless a link before local training freezes them."""
+            layer = f"layer {mixing[0]!r} (BatchNorm in train mode)"
+            yield f"[[chain]] acts per example, and {layer} mixes examples: set {UNMIXED}"
+        # the network's own frozen parameters, unless a link before local training freezes them
         freezing = [says for link in steps if (says := getattr(link, "frozen", None))]  # the defense `freeze`
         own = {k: p for k, p in self.model.named_parameters() if p.is_floating_point()}
         if still := {k for k, p in own.items() if not p.requires_grad and not any(says(k) for says in freezing)}:
             named = whole_parts(self.model, still)
-            raise SpecError(
-                f"[model]: {named[0]!r} has requires_grad = False, but clients would still train it: freeze it by "
-                f'[[chain]] use = "freeze", layers = {named} before local_sgd, or set requires_grad = True'
-            )
+            freeze = f'[[chain]] use = "freeze", layers = {named} before local_sgd, or set requires_grad = True'
+            yield f"[model]: {named[0]!r} has requires_grad = False, but clients would still train it: freeze it by {freeze}"
+        for i, link in enumerate(composed.links, 1):
+            if isinstance(link, BatchTransform) and not self._takes_labels(link, f"[[chain]] #{i}"):
+                yield f"[loss]: {self.protocol.loss['use']} takes no probabilities as labels, which [[chain]] #{i} makes"
 
-    def _check_labels(self, link: BatchTransform, where: str) -> None:
-        """Refuse a link that makes probabilities of labels where the loss takes none."""
-        examples = batch_of(self.shards.dataset.x, self.shards.dataset.y, torch.arange(2))
+    def _takes_labels(self, link: BatchTransform, where: str) -> bool:
+        """Check that the loss takes the labels that a link makes."""
+        data = self.shards.dataset
+        examples = batch_of(data.x, data.y, torch.arange(2))
         batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, where)
-        if batch.y.is_floating_point() and not takes_probabilities(
-            self.loss, self.shards.dataset.classes, self.label_kind
-        ):
-            raise SpecError(
-                f"[loss]: {self.protocol.loss['use']} takes no probabilities as labels, which {where} makes"
-            )
-
-    @property
-    def without_batch_statistics(self) -> str:
-        """Settings with which BatchNorm no longer mixes examples."""
-        return '[model] mode = "eval", or bring a network with GroupNorm, such as norm = "group"'
+        return not batch.y.is_floating_point() or takes_probabilities(self.loss, data.classes, self.label_kind)
 
     @cached_property
     def gradient(self) -> UpdateFn:

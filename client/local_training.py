@@ -344,9 +344,6 @@ def local_training(
     return local_sgd(found.rate, found.steps, found.batch_size, found.proximal_mu) if same and divides else found
 
 
-# ----------------------------------------------------------------------------------------------------- control variates
-
-
 @dataclass(frozen=True, eq=False)
 class Correction:
     """SCAFFOLD's correction of a client's weights in a round: steps * rate * (c_i - c), by parameter."""

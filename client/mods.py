@@ -1,11 +1,12 @@
 """An update-level defense as an ordinary Flower mod, for any ClientApp."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Array, ArrayRecord, Context, Message
 from torch import Generator, Tensor
 
+from fedgauge.client.arrays import npy_array
 from fedgauge.client.chain import Chain
 from fedgauge.client.rng import secret_generator
 from fedgauge.client.transforms import UpdateTransform
@@ -77,6 +78,32 @@ def _floating(tensors: Params) -> Params:
 def _form(tensor: Tensor) -> tuple[torch.Size, bool]:
     """Return the facts that must agree; the precision may differ: stock FedAdam sends float64 to models that train in float32."""
     return tensor.shape, torch.is_floating_point(tensor)
+
+
+def tensors_of(record: ArrayRecord, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A message's arrays as tensors, in the order of `like`.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ, or an entry is not finite.
+    """
+    if differing := sorted(like.keys() ^ record.keys()):
+        raise ValueError(f"missing tensors, or unknown to the model: {', '.join(differing)}")
+    tensors = {name: tensor_of(name, record[name], t.shape, t.dtype) for name, t in like.items()}
+    if wrong := [name for name, t in tensors.items() if not torch.isfinite(t).all()]:
+        raise ValueError(f"{wrong[0]} has entries that are not finite")
+    return tensors
+
+
+def tensor_of(name: str, array: Array, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An array as a tensor of this shape and dtype; ValueError if it is another."""
+    try:
+        found = torch.from_numpy(npy_array(array.data))
+    except (TypeError, ValueError) as error:  # TypeError: torch has no such dtype
+        raise ValueError(f"{name} cannot be decoded: {error}") from error
+    if (found.shape, found.dtype) != (shape, dtype):
+        is_of, expected = f"shape {tuple(found.shape)} and dtype {found.dtype}", f"{tuple(shape)} and {dtype}"
+        raise ValueError(f"{name} has {is_of}, expected {expected}")
+    return found
 
 
 def only_arrays(message: Message) -> tuple[str, ArrayRecord]:

@@ -38,9 +38,6 @@ class NoGuarantee(ValueError):
     """No (epsilon, delta) is known to hold; the message says why."""
 
 
-# -------------------------------------------------------------------------------------------------- reading of a chain
-
-
 @dataclass(frozen=True)
 class Mechanism:
     """Clipping, then noise, as one mechanism.
@@ -160,9 +157,6 @@ def _name(link: Transform) -> str:
     return type(link).__name__
 
 
-# ---------------------------------------------------------------------------------------------------------- accounting
-
-
 @dataclass(frozen=True)
 class PrivacySpent:
     """The epsilons, at one delta, for neighbours that differ in one record of a client, or in all its data."""
@@ -236,7 +230,11 @@ class Accountant:
             return self._laplace(multiplier, rounds * uses)
         # densities within a factor of e^apart give epsilon + 2 apart, at a delta smaller by that factor
         delta = self.delta * math.exp(-apart)
-        epsilon = _normal(multiplier, rounds * uses, delta)
+        import dp_accounting  # type: ignore[import-untyped]
+
+        # exact: k adaptive releases equal one with noise smaller by sqrt(k) (Balle & Wang, 2018; Dong et al., 2022)
+        noise = multiplier / 2 / math.sqrt(rounds * uses)
+        epsilon = math.inf if noise < LITTLE else float(dp_accounting.get_epsilon_gaussian(noise, delta))
         if part < 1:
             epsilon = min(epsilon, sampled_epsilon(part, multiplier / 2 / math.sqrt(uses), rounds, delta))
         return epsilon + 2 * apart
@@ -247,7 +245,7 @@ class Accountant:
         A difference d moves each entry's density by a factor of exp(|d_i| / b) at most: by their sum, at most sqrt(entries)
         |d| / b, purely; and that is (|d_i| / b)^2 / 2-zCDP of each, which adds up to (|d| / b)^2 / 2 (Bun & Steinke, 2016).
         """
-        import dp_accounting  # type: ignore[import-untyped]
+        import dp_accounting
         from dp_accounting import rdp
 
         if multiplier < LITTLE:
@@ -256,14 +254,6 @@ class Accountant:
         accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
         accountant.compose(dp_accounting.ZCDpEvent(ratio**2 / 2), releases)
         return min(releases * ratio * math.sqrt(self.entries), float(accountant.get_epsilon(self.delta)))
-
-
-def _normal(multiplier: float, releases: int, delta: float) -> float:
-    """Exact: k adaptive releases equal one with noise smaller by sqrt(k) (Balle & Wang, 2018; Dong et al., 2022)."""
-    import dp_accounting
-
-    noise = multiplier / 2 / math.sqrt(releases)
-    return math.inf if noise < LITTLE else float(dp_accounting.get_epsilon_gaussian(noise, delta))
 
 
 def records_of(federation: Federation, client: int) -> int:

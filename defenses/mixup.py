@@ -56,14 +56,12 @@ class mixup(BatchTransform):
         order = torch.randperm(len(batch.x), generator=rng)
         other = torch.empty_like(order)
         other[order] = order.roll(1)  # one cycle through all: no example is its own other one
-        other, weight = other.to(batch.x.device), self._weights(len(other), rng).to(batch.x)
+        # NumPy: torch's Beta takes no generator, and its gamma draws underflow at a small alpha
+        numbers = np.random.default_rng(int(torch.randint(2**62, (), generator=rng)))
+        weight = torch.from_numpy(numbers.beta(self.alpha, self.alpha, len(other))).to(batch.x)
+        other = other.to(batch.x.device)
         y = batch.y if batch.y.is_floating_point() else F.one_hot(batch.y, self.classes).movedim(-1, 1).to(batch.x)
         return Batch(_blend(batch.x, other, weight), _blend(y, other, weight))
-
-    def _weights(self, count: int, rng: Generator | None) -> Tensor:
-        # NumPy: torch's Beta takes no generator, and its gamma draws underflow at a small alpha
-        seed = int(torch.randint(2**62, (), generator=rng))
-        return torch.from_numpy(np.random.default_rng(seed).beta(self.alpha, self.alpha, count))
 
 
 def _check(examples: int) -> None:

@@ -58,15 +58,10 @@ class _VariationalBottleneck(StochasticLayer):
     def forward(self, features: Tensor) -> Tensor:
         mu, spread = self.encoder(features).chunk(2, -1)
         sigma = F.softplus(spread)
-        self.penalty = self.beta * _divergence(mu, sigma)
+        nats = 0.5 * (mu.square() + sigma.square() - 1) - sigma.log()  # KL(N(mu, sigma^2) || N(0, 1)), here in bits
+        self.penalty = self.beta * (nats.sum(-1).mean() / math.log(2))
         noise = self.noise
         if noise is None and self.rng is not None:
             noise = torch.randn(mu.shape, generator=self.rng, dtype=mu.dtype).to(mu.device)
         found: Tensor = self.decoder(mu if noise is None else mu + sigma * noise)
         return found
-
-
-def _divergence(mu: Tensor, sigma: Tensor) -> Tensor:
-    """KL(N(mu, sigma^2) || N(0, 1)) in bits, of a whole code, averaged over the batch."""
-    nats = 0.5 * (mu.square() + sigma.square() - 1) - sigma.log()
-    return nats.sum(-1).mean() / math.log(2)

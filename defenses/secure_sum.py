@@ -146,8 +146,6 @@ class PairwiseMasking(Checked, SecureSum):
         """Numbers of clients that may collude with the server, or drop out."""
         return tolerance(self.group, self.least)
 
-    # ------------------------------------------------------------------------------------------------- fixed point
-
     def quantise(self, update: Vector, examples: int) -> Integers:
         """An update (size,) as integers (size + 1,), times its number of examples, which is the last entry.
 
@@ -165,8 +163,6 @@ class PairwiseMasking(Checked, SecureSum):
         """The mean update (size,) and the number of examples, from a sum of such integers."""
         examples = int(total[-1])
         return self.clip * (total[:-1] / examples * (2 / LEVELS) - 1), examples
-
-    # --------------------------------------------------------------------------------------------------- the client
 
     def check(self, question: Mapping[str, Value]) -> None:
         """Check that the question is a step under these terms.
@@ -190,8 +186,9 @@ class PairwiseMasking(Checked, SecureSum):
         """
         self.check(question)
         step, session = cast(str, question["step"]), cast(bytes, question["session"])
-        if step == "advertise":
-            return _advertise(session)
+        if step == "advertise":  # an earlier session is deleted
+            fresh = ClientSession(session, step, secrets.token_bytes(SECRET), secrets.token_bytes(SECRET))
+            return fresh.to_record(), {"keys": [public_key(fresh.cipher_key), public_key(fresh.mask_key)]}
         member = ClientSession.kept(state)
         if member is None or member.session != session:
             raise Refused(f"asked to {step} in a session that this client is not in")
@@ -265,8 +262,6 @@ class PairwiseMasking(Checked, SecureSum):
         shares = {n: held[n][:SHARE] for n in member.survivors} | {n: held[n][SHARE:] for n in member.dropped}
         over = ClientSession(member.session, "unmask", b"", b"")
         return over.to_record(), {"owners": list(shares), "shares": list(shares.values())}
-
-    # --------------------------------------------------------------------------------------------------- the server
 
     def rounds(
         self, members: Sequence[int], size: int
@@ -364,12 +359,6 @@ class PairwiseMasking(Checked, SecureSum):
 NONCE = bytes(12)  # every key encrypts one message
 
 
-def _advertise(session: bytes) -> tuple[Record, Record]:
-    """Two fresh key pairs; an earlier session is deleted."""
-    member = ClientSession(session, "advertise", secrets.token_bytes(SECRET), secrets.token_bytes(SECRET))
-    return member.to_record(), {"keys": [public_key(member.cipher_key), public_key(member.mask_key)]}
-
-
 def _one_way(member: ClientSession, other: int, sends: bool, purpose: bytes) -> bytes:
     """Derive 32 secret bytes for one purpose between two clients in one direction."""
     theirs = member.keys[2 * other - 2]
@@ -388,9 +377,6 @@ def _tag(member: ClientSession, other: int, sends: bool) -> bytes:
     """Authenticate the sender's list of survivors and dropouts to the other client."""
     listed = hashlib.sha256(repr((member.survivors, member.dropped)).encode()).digest()
     return _one_way(member, other, sends, b"confirm" + listed)
-
-
-# -------------------------------------------------------------------------------------- answers that the server may use
 
 
 def _opened(member: ClientSession, other: int, sealed: bytes) -> bytes:

@@ -9,7 +9,8 @@ import shutil
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ gc.disable()  # until all tests are collected: nothing of them is garbage
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray reads it when it is imported: only the loopback address
+if (
+    not torch.cuda.is_available()
+):  # torch.manual_seed would note the stack for GPUs that never come, longer than it seeds
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        vars(kind).update(manual_seed_all=lambda seed: None)
 os.environ["HF_HUB_OFFLINE"] = "1"  # a hub call without network would retry for 30 seconds
 
 # folders whose tests start processes or compute for seconds: they come first, so that the workers end together
@@ -73,39 +79,52 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_cache].cleanup()
 
 
-def _left_over(cases: list[pytest.Function]) -> list[pytest.Function]:
-    """The cases that remain when so many are taken that every value of every argument is met; who comes first says a checksum."""
-    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
-    missing, left = set().union(*values.values()), sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
+def _covering(
+    cases: Sequence[pytest.Function], values: int, given: Sequence[pytest.Function] = ()
+) -> list[pytest.Function]:
+    """Few cases by which so many values of different arguments meet, if they don't in given ones; a checksum says who is first."""
+    met = {
+        case: set(combinations(((name, id(value)) for name, value in sorted(case.callspec.params.items())), values))
+        for case in cases
+    }
+    missing = set().union(*met.values()).difference(*(met[case] for case in given))
+    left = sorted(set(cases).difference(given), key=lambda case: zlib.crc32(case.nodeid.encode()))
+    chosen: list[pytest.Function] = []
     while missing:
-        best = max(left, key=lambda case: len(values[case] & missing))
-        missing -= values[best]
+        best = max(left, key=lambda case: len(met[case] & missing))
+        missing -= met[best]
         left.remove(best)
-    return left
+        chosen.append(best)
+    return chosen
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `full` what a product leaves to `make test-all`, and put slow folders first."""
+    """Leave each two values of a product to `make test-full`, beside each value in `make test`, and put slow folders first."""
     products = defaultdict[str, list[pytest.Function]](list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("product"):
             products[item.nodeid.partition("[")[0]].append(item)
     for cases in products.values():
-        for case in _left_over(cases):
+        normal = _covering(cases, 1)
+        full = _covering(cases, 2, normal)
+        for case in full:
             case.add_marker(pytest.mark.full)
+        for case in set(cases).difference(normal, full):
+            items.remove(case)
     here = Path(__file__).parent
     slow = [here / name for name in SLOW_FIRST]
     assert all(folder.is_dir() for folder in slow), "SLOW_FIRST names a folder that is gone"
-    items.sort(
-        key=lambda item: next((k for k, folder in enumerate(slow) if item.path.is_relative_to(folder)), len(slow))
-    )
+    place = {
+        path: next((k for k, folder in enumerate(slow) if path.is_relative_to(folder)), len(slow))
+        for path in {item.path for item in items}
+    }
+    items.sort(key=lambda item: place[item.path])
 
 
 def pytest_collection_finish() -> None:
     """Flower's strategies collect garbage after every array: they need not look at all of torch and all tests each time."""
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.federation import Federation
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
@@ -15,6 +17,7 @@ from fedgauge.server.views.plan_coverage import PlanCoverage
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.snapshot import TWO_CLASSES, RunSnapshot
 from fedgauge.server.views.verdict import Verdict, verdict_of
+from fedgauge.simulations.run import in_memory
 
 SMALLEST: dict[str, Any] = {
     "rounds": 1,
@@ -40,6 +43,12 @@ hidden = [16]
 use = "local_sgd"
 rate = 0.1
 """  # what a deployment of three clients trains; more tables may follow
+
+
+def in_this_process(run: Run, *_: object) -> None:
+    """In the place of Flower and the attack service's process."""
+    in_memory.train(run)
+    serve(run, LocalExecutor())
 
 
 def scenario(**changes: Any) -> Scenario:

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import textwrap
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,16 @@ PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
+
+
+def each_page(check: Callable[[Path], None]) -> Callable[[], None]:
+    """Checks every page; of one that fails the traceback names the page."""
+
+    def test() -> None:
+        for page in PAGES:
+            check(page)
+
+    return test
 
 
 def text_of(name: str) -> str:
@@ -90,7 +100,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_every_link_leads_somewhere(page: Path) -> None:
     for path, anchor in links(page):
         target = (page.parent / path).resolve() if path else page
@@ -98,7 +108,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_every_folder_file_and_module_that_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     paths = set(re.findall(r"`((?:client|defenses|attacks|server|simulations|tests)/[\w/.-]*)`", text))
@@ -109,7 +119,7 @@ def test_every_folder_file_and_module_that_a_page_names_exists(page: Path) -> No
     assert [str(path) for path in modules if not path.is_dir() and not path.with_suffix(".py").is_file()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_every_name_of_fedgauges_python_exists(page: Path) -> None:
     names = re.findall(r"`(fedgauge(?:\.\w+)+)[`(]", prose(page.read_text()))
     for name in set(names) - PYPROJECT["entry-points"].keys():
@@ -156,7 +166,7 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
 COMMAND = re.compile(r"^ *(?:\w+=\S+ )?(?:\.venv/bin/)?(fedgauge [a-z-]+.*)$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_every_command_that_a_page_shows_can_be_given(page: Path) -> None:
     """A command in a block is parsed whole; of one within a sentence or a table the name and the options are known."""
     text = page.read_text()
@@ -171,7 +181,7 @@ def test_every_command_that_a_page_shows_can_be_given(page: Path) -> None:
         assert set(re.findall(r"(?<![\w'-])--?[a-z][\w-]*", line)) <= options_of(_parser(name)), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_the_make_targets_exist(page: Path) -> None:
     makefile = text_of("Makefile")
     shown = re.findall(r"^make ([\w-]+)", "\n".join(blocks(page.read_text(), "sh")), re.MULTILINE)
@@ -179,7 +189,7 @@ def test_the_make_targets_exist(page: Path) -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_the_programs_behind_python_m_exist(page: Path) -> None:
     for module in re.findall(r"python -m (?:fedgauge\.)?((?:simulations|tests|docs)\.[\w.]+)", page.read_text()):
         path = ROOT / module.replace(".", "/")
@@ -253,7 +263,7 @@ def test_the_mods_of_a_page_can_be_mounted(page: str) -> None:
     exec(compile(example, page, "exec"), {"app": ClientApp(), "FedAvg": FedAvg})  # the page's own text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_every_table_that_a_page_reproduces_has_the_cells_that_it_names(page: Path) -> None:
     shown = re.findall(r"fedgauge reproduce ([a-z]\w+)(?!\w*\.toml)(?:[^`\n]*--cells '([^']+)')?", page.read_text())
     for name, cells in shown:
@@ -261,7 +271,7 @@ def test_every_table_that_a_page_reproduces_has_the_cells_that_it_names(page: Pa
         restrict(table, None, None, cells or "*")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_every_toml_is_readable_and_names_components_that_there_are(page: Path) -> None:
     known = set(re.findall(r"^\| `([^`]+)`", text_of("docs/components.md"), re.MULTILINE))
     for block in blocks(page.read_text(), "toml"):
@@ -269,7 +279,7 @@ def test_every_toml_is_readable_and_names_components_that_there_are(page: Path) 
         assert {use for use in re.findall(r'\buse = "([^"]+)"', block) if ":" not in use} <= known
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each_page
 def test_every_block_of_code_can_be_read(page: Path) -> None:
     """Those of Python, YAML and the shell; TOML is above, and what the tests run is nearer to it."""
     text = page.read_text()

@@ -16,7 +16,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import create_run
-from tests.small_runs import fill_tape
+from tests.small_runs import fill_tape, in_this_process
 from tests.test_docs import COMMAND, PAGES, README, ROOT, blocks, prose
 from tests.test_docs_code import write
 
@@ -105,6 +105,7 @@ def test_flowers_own_command_can_be_given() -> None:
 def test_the_commands_of_the_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by itself, in a folder with a scenario, finished runs and the figures that they name."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
     scenario = Scenario.from_tables(TABLES)
     with allowing(()):
         run = fill_tape(create_run(scenario, tmp_path / "runs" / "FIRST"), scenario, 1)
@@ -143,8 +144,9 @@ def test_a_ready_scenario_runs(line: str, tmp_path: Path, monkeypatch: pytest.Mo
     """For one round of two clients, as all rounds take minutes."""
     (path,) = line.split()[1:]
     malicious = ["--set", "server_attack.0.rounds=[1]"] if "malicious" in path else []
-    plan = ["--set", "audit.rounds=[1]", "--set", "audit.executor=local"]
+    plan = ["--set", "audit.rounds=[1]", "--set", "audit.executor=local", "--set", "attack.1.iterations=10"]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
     assert (
         main(["run", str(ROOT / path), "--in-memory", "--set", "rounds=1", "--set", "clients=2", *plan, *malicious])
         == 0

@@ -92,7 +92,8 @@ class _Squared(_Joint):
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         total = _total(products)
-        return self.scaled(_difference(total, self.shrink), total.seen)
+        apart = total.seen - 2 * total.inner / self.shrink + total.expected / self.shrink**2
+        return self.scaled(apart.clamp_min(0), total.seen)
 
     def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
         expected = expected if self.shrink == 1 else [t / self.shrink for t in expected]
@@ -307,10 +308,6 @@ def _total(products: Mapping[str, InnerProducts]) -> InnerProducts:
 def root(square: Tensor) -> Tensor:
     """Square root, safe to differentiate at zero."""
     return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
-
-
-def _difference(p: InnerProducts, shrink: float = 1.0) -> Tensor:
-    return (p.seen - 2 * p.inner / shrink + p.expected / shrink**2).clamp_min(0)
 
 
 def _grown(expected: Update, shrink: float) -> Update:

@@ -56,7 +56,7 @@ class Patches:
     @classmethod
     def of(cls, known: Knowledge, params: Params) -> "Patches":
         """Found by a pass of noise: positions are what has the embedded patches' gradient. ValueError: there are none."""
-        reads = _patches_read(known.model, known.shape)
+        reads = patches_read(known.model, known.shape)
         layer = reads.name
         x = torch.rand(1, *known.shape, generator=generator("an image of noise"))
         weights = {k: p.detach().to(x).requires_grad_() for k, p in params.items()}
@@ -108,16 +108,7 @@ class Patches:
         return padded.reshape(*patches.shape[:-2], *padded.shape[1:])
 
 
-def embeds_patches(model: nn.Module, shape: Sequence[int]) -> bool:
-    """Return whether a network begins with adjacent patches."""
-    try:
-        _patches_read(model, shape)
-    except ValueError:
-        return False
-    return True
-
-
-def _patches_read(model: nn.Module, shape: Sequence[int]) -> InputLayer:
+def patches_read(model: nn.Module, shape: Sequence[int]) -> InputLayer:
     layers = [layer for layer in input_layers(model, shape) if not layer.dense]
     for layer in layers:
         size, given = tuple(model.get_parameter(layer.call.weight).shape[2:]), layer.call.settings
@@ -136,9 +127,6 @@ def _pair(value: Any) -> Any:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return bool(b.any()) and float((a - b).norm()) <= SAME * float(b.norm())
-
-
-# ----------------------------------------------------------------------------------------------------------- one update
 
 
 def _prior(known: Knowledge, patches: Patches) -> tuple[Tensor, Tensor]:

@@ -198,9 +198,6 @@ def _classified(step: _Step, params: Params) -> _Step:
     _decline(step.name, "is neither affine nor a rising activation")
 
 
-# --------------------------------------------------------------------------------------------------------------- solving
-
-
 def _affine(stage: _Stage, params: Params) -> tuple[list[Tensor], Tensor]:
     """Return the input of each layer of a stage, and its output, for zeros and each unit vector: (1 + n, ...) each."""
     shape = stage.steps[0].shape
@@ -329,9 +326,6 @@ def _read(stages: Sequence[_Stage], gradient: Update, params: Params, mean: Tens
             notes.append(f"layer {stage.name!r}: {dimensions:,.0f} of {known.value.numel():,} dimensions stay open")
     assert known is not None
     return known.value, noise, notes
-
-
-# -------------------------------------------------------------------------------------------------------------- the attack
 
 
 @dataclass(frozen=True)

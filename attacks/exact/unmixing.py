@@ -192,9 +192,6 @@ def _labels(x: Tensor, signals: Tensor, params: Params, layer: InputLayer, known
     return torch.cat([kind.trial(1, known.classes) if y is None else y for y in found]).to(x.device)
 
 
-# ------------------------------------------------------------------------------------------------------------ sparsity
-
-
 @dataclass(frozen=True)
 class spear(_Unmixing):
     """Exact batches from a first layer with ReLU: error signals are the directions in which many neurons are off.
@@ -272,9 +269,6 @@ def _bases(columns: Tensor) -> Iterator[Tensor]:
             yield basis
 
 
-# ---------------------------------------------------------------------------------------------------------- dictionary
-
-
 @dataclass(frozen=True)
 class spear_plus_plus(_Unmixing):
     """SPEAR++: batches from a first layer with ReLU by dictionary learning, larger than SPEAR's, also under noise or local steps.
@@ -297,9 +291,6 @@ class spear_plus_plus(_Unmixing):
             yield basis.T if better else None, spent
             if clock.over():
                 return
-
-
-# -------------------------------------------------------------------------------------------------------- independence
 
 
 @dataclass(frozen=True)

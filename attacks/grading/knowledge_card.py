@@ -42,6 +42,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
     if planned.role in LIMITS and isinstance(attack, Measure):
         return SEPARATOR.join([f"chain {links}", *attack.assumes(fed, batch)])
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
+    kept = ", ".join(whole_parts(fed.model, {k for k, _ in fed.model.named_parameters() if fed.chain.stays(k)}))
     parts = [
         server,
         "candidates with their labels, but not which of them are members"
@@ -50,7 +51,11 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         f"chain {planned.defense}: {links}",
         *(["the order of each epoch assumed"] if isinstance(local, LocalTraining) and local.shuffle else []),
         *(["each client's control variates known from its earlier updates"] if local.remembers else []),
-        *([_private_layers(fed)] if any(fed.chain.stays(k) for k, _ in fed.model.named_parameters()) else []),
+        *(
+            [f"layers that stay at the client ({kept}) unknown, and taken at the values that the server sends"]
+            if kept
+            else []
+        ),
         *([NO_DERIVATIVE] if cannot_move(fed, planned) else []),
         *([] if is_cross_entropy(fed.loss) else [f"loss {describe(fed.protocol.loss)} known"]),
         batch,
@@ -61,11 +66,6 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         *([] if planned.metric else [str(planned.budget)]),
     ]
     return SEPARATOR.join(parts)
-
-
-def _private_layers(fed: Federation) -> str:
-    names = whole_parts(fed.model, {k for k, _ in fed.model.named_parameters() if fed.chain.stays(k)})
-    return f"layers that stay at the client ({', '.join(names)}) unknown, and taken at the values that the server sends"
 
 
 def _batch_norm(fed: Federation) -> str:

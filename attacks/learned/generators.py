@@ -72,9 +72,6 @@ def generator_of(table: Table | None, trained: "GeneratorTraining", known: Knowl
     return ImageGenerator(trained.decoder(known), (trained.latent,), known.shape)
 
 
-# ---------------------------------------------------------------------------------------------------------- trained here
-
-
 class Decoder(nn.Module):
     """Latents (N, latent) to images (N, C, H, W) in [0, 1]: a linear layer, then two transposed convolutions of stride 2."""
 
@@ -162,9 +159,6 @@ class GeneratorTraining:
                 ((misfit + divergence) / self.batch).backward()
             adam.step()
         return {k: t.detach() for k, t in decoder.state_dict().items()}
-
-
-# ------------------------------------------------------------------------------------------------------------ a user's own
 
 
 def convolutional(shape: Shape, latent: int = 128, width: int = 32) -> nn.Module:

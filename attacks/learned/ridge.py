@@ -139,9 +139,6 @@ def kernel(new: RidgeInputs, rows: RidgeInputs, centre: Tensor, bond: float) -> 
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------- the attack
-
-
 @dataclass(frozen=True)
 class ridge_inversion(Attack):
     """Ridge regression of images on updates simulated with auxiliary images; one fit for all clients of a round.

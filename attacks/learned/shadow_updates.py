@@ -32,18 +32,12 @@ def flat(updates: Update) -> Tensor:
     return torch.cat([t.flatten(1) for t in updates.values()], 1)
 
 
-# ----------------------------------------------------------------------------------------------------- feature hashing
-
-
 @lru_cache(maxsize=4)
 def sketch(entries: int, buckets: int, signed: bool) -> tuple[Tensor, Tensor]:
     """Draw each entry's bucket and sign (entries,): a fixed linear map, never formed as a matrix."""
     rng = generator("sketch", entries, buckets, signed)
     bins = torch.randint(buckets, (entries,), generator=rng)
     return bins, 2.0 * torch.randint(2, (entries,), generator=rng) - 1 if signed else torch.ones(entries)
-
-
-# --------------------------------------------------------------------------------------------------- what is learned from
 
 
 @dataclass(frozen=True)

@@ -123,9 +123,6 @@ def load(network: nn.Module, kept: dict[str, Tensor]) -> TrainingRecord:
     return TrainingRecord(error, int(steps), int(planned), bool(interrupted))
 
 
-# ------------------------------------------------------------------------------------------------- on shadow updates
-
-
 def train_inverter(
     shadow: ShadowTrainer,
     name: str,
@@ -146,7 +143,9 @@ def train_inverter(
         prepare: called before with the training rows and the deviation (columns,) of the noise that each step adds to them.
         together: held-out updates in one pass; default: all.
     """
-    sigma = final_noise_std(shadow)
+    end = shadow.known.chain.update_distribution
+    plain = end is not None and not (end.signed or end.sparse or end.scale or end.hidden) and end.shrink == 1
+    sigma = end.sigma if end is not None and plain else 0.0  # of noise that each training step can draw itself
     shadow_data, held = shadow.shadow_data(False, quiet=sigma > 0), shadow.shadow_data(True)
     noise = sigma * shadow.view.noise(shadow.entries).to(shadow_data.rows)
     prepare(shadow_data.rows, noise)
@@ -172,11 +171,3 @@ def _batches(data: ShadowDataset, noise: Tensor | None, size: int, name: str) ->
                 rows = rows + noise * torch.randn(rows.shape, generator=draw).to(rows)
             yield rows, images[chosen]
         passed += 1
-
-
-def final_noise_std(shadow: ShadowTrainer) -> float:
-    """The deviation of normal noise at the end of the chain, which each training step can draw itself; 0: other chains."""
-    known = shadow.known.chain.update_distribution
-    if known is None or known.signed or known.sparse or known.scale or known.hidden or known.shrink != 1:
-        return 0.0
-    return known.sigma

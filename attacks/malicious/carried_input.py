@@ -34,9 +34,6 @@ PROVEN = 1e-4  # relative error of the images' update, below which they are the 
 REACH = 2.0  # largest input of a sigmoid or tanh: beyond it, rounding of the output weighs more
 
 
-# ------------------------------------------------------------------------------------------------------- architectures
-
-
 class CarriedInputNetwork(nn.Module):
     """A network with a classifier that reads the features and then the image."""
 
@@ -103,9 +100,6 @@ def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> 
     """A network of reversible blocks in place of the agreed one; each of the blocks has two 3x3 convolutions with width between."""
     check_images(shape)
     return ReversibleNetwork(shape, classes, blocks, width)
-
-
-# ------------------------------------------------------------------------------------------------------- server attacks
 
 
 @dataclass(frozen=True)
@@ -230,9 +224,6 @@ def _backward(activation: str, y: Tensor) -> Tensor:
     if activation == "sigmoid":
         return y.clamp(tiny, 1 - tiny).logit()
     return y.clamp(tiny - 1, 1 - tiny).atanh() if activation == "tanh" else y
-
-
-# ------------------------------------------------------------------------------------------------------------- decoder
 
 
 @dataclass(frozen=True)

@@ -129,9 +129,6 @@ def _fished_class(params: Params, known: Knowledge) -> int:
     return int(rows[0])
 
 
-# ------------------------------------------------------------------------------------------------------------- decoder
-
-
 @dataclass(frozen=True)
 class _BatchShare(UpdateTransform):
     """One example's share of its batch's mean gradient."""
@@ -186,13 +183,10 @@ class lone_example(DelegatingAttack):
         alone = replace(known, chain=Chain((*links, rest)), batch_size=1, labels=labels)
         parts = [rest.apply(wave.alone(i), None) for i in range(len(wave))]
         update = {k: torch.stack([part[k] for part in parts]) for k in wave.update}
-        unthresholded = replace(wave, params=_without_threshold(wave.params, known, row), update=update)
+        # without the threshold the isolated image keeps its gradient, and a guess anywhere has a gradient to follow
+        weight = _classifier(wave.params, known)[row]
+        logits = _row_logits(wave.params, known, weight)
+        threshold = -float(logits.max() + 10 * (logits.max() - logits.min())) - CERTAIN
+        open_to_all = _one_row(wave.params, known, row, weight, threshold)
+        unthresholded = replace(wave, params=open_to_all, update=update)
         return delegated(self.inner, unthresholded, alone, known, budget, streams, notes)
-
-
-def _without_threshold(params: Params, known: Knowledge, row: int) -> Params:
-    """Weights without the threshold: the isolated image keeps its gradient, and a guess anywhere has a gradient to follow."""
-    weight = _classifier(params, known)[row]
-    logits = _row_logits(params, known, weight)
-    low, high = logits.min(), logits.max()
-    return _one_row(params, known, row, weight, -float(high + 10 * (high - low)) - CERTAIN)

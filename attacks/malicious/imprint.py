@@ -31,9 +31,6 @@ from fedgauge.client.update import Params
 POINTS = 1024  # at which the distribution of the query is tabulated
 
 
-# -------------------------------------------------------------------------------------------------------- architecture
-
-
 class SortingBlock(nn.Module):
     """A network behind a fully connected block that adds its output to the image; untrained, it adds nothing.
 
@@ -78,9 +75,6 @@ def sorting_block(known: Knowledge, bins: int | None = None, members: int = 0) -
             return f"{name}." if name else "", block
     size = "" if bins is None else f" with {bins} bins" + (f" and {members} members" if members else "")
     raise ValueError(f"the model needs the architecture {'client_kernels' if members else 'imprint_block'}{size}")
-
-
-# -------------------------------------------------------------------------------------------------------- server attack
 
 
 @dataclass(frozen=True)
@@ -156,9 +150,6 @@ def quantile_levels(values: Tensor, bins: int) -> Tensor:
     apart = torch.arange(1 - POINTS, POINTS, dtype=torch.float64) * ((points[1] - points[0]) / width)
     below = torch.special.ndtr(apart).unfold(0, POINTS, 1) @ share.flip(0)  # row i: of points i - j
     return torch.from_numpy(np.interp(np.arange(1, bins) / bins, below.numpy(), points.numpy()))
-
-
-# ------------------------------------------------------------------------------------------------------------- decoder
 
 
 @dataclass(frozen=True)

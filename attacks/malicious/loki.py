@@ -29,9 +29,6 @@ def client_kernels(model: nn.Module, shape: Shape, members: int = 4, bins: int =
     return SortingBlock(model, shape, bins, members)
 
 
-# -------------------------------------------------------------------------------------------------------- server attack
-
-
 @dataclass(frozen=True)
 class loki(ServerAttack):
     """Gives each client of a secure sum its own kernels, before a layer that sorts images by brightness.
@@ -75,9 +72,6 @@ class loki(ServerAttack):
             "back.weight": back,
         }
         return planted(sent, prefix, parts)
-
-
-# ------------------------------------------------------------------------------------------------------------- decoder
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,6 @@ class scale_mia(ServerAttack):
         return planted(made, "", parts)
 
 
-# ------------------------------------------------------------------------------------------------------------- decoder
-
-
 @dataclass(frozen=True)
 class read_latents(ClosedForm):
     """Reads the features of each image that has its own bin, and estimates the image by public images.

@@ -71,9 +71,6 @@ def _separable(known: Knowledge) -> SeparateNetworks:
     return known.model
 
 
-# ------------------------------------------------------------------------------------------------------------- decoder
-
-
 @dataclass(frozen=True)
 class separated(DelegatingAttack):
     """Runs another attack on the part of each sub-network separately, at B = 1.

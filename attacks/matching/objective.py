@@ -149,9 +149,6 @@ def _noise_sizes(known: Knowledge) -> dict[str, tuple[int, int, int]]:
     return {f"{NOISE}{n}": (total, known.chain.slice_of(known.batch_size), numbers) for n, numbers in layers.items()}
 
 
-# -------------------------------------------------------------------------------------------------- copies for each epoch
-
-
 def passes(chain: Chain, batch_size: int) -> int:
     """Count the passes of the local steps through the batch; 1 if every step takes the whole batch.
 

@@ -108,7 +108,10 @@ class several_rounds(StatefulAttack):
         spent, objective = 0, torch.tensor(torch.nan)
         while spent < iterations and not (spent and clock.over()):
             if spent >= ALONE * iterations and spent % CHECK_EVERY == 0:
-                weights = _weights(torch.stack([_misfit(r, z.detach(), y, known, distance) for r in rounds]))
+                apart = torch.stack([_misfit(r, z.detach(), y, known, distance) for r in rounds])
+                scale = NEAR * apart[-1].clamp(min=FLOOR)
+                # near 1 if a round is no farther than the newest, falling to 0
+                weights = (scale / (scale + (apart - apart[-1]).clamp(min=0))).square()
             misfits = [w * _misfit(r, z, y, known, distance) for r, w in zip(rounds, weights, strict=True) if w > 0]
             objective = torch.stack(misfits).sum() / weights.sum() + self.tv * smooth(z)
             # of z alone: backward() would also enter functions whose author gave a first derivative only
@@ -131,12 +134,6 @@ class several_rounds(StatefulAttack):
 
 def _misfit(one: Wave, z: Tensor, y: Tensor, known: Knowledge, distance: Distance) -> Tensor:
     return distance(one.alone(0), known.forward(one.params, Batch(known.pixels(z), y), None))
-
-
-def _weights(misfits: Tensor) -> Tensor:
-    """Weights of rounds with these distances (R,), the newest last: near 1 if a round is no farther than it, falling to 0."""
-    scale = NEAR * misfits[-1].clamp(min=FLOOR)
-    return (scale / (scale + (misfits - misfits[-1]).clamp(min=0))).square()
 
 
 def _distance(known: Knowledge) -> Distance:

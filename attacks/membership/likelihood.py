@@ -22,7 +22,7 @@ from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.client.chain import Chain
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import Link, UpdateDistribution, is_per_example
-from fedgauge.client.update import Batch, Params
+from fedgauge.client.update import Batch
 
 AXES = 128  # principal axes of the population's gradients, at most half of the public examples
 AT_ONCE = 2**27  # numbers of public gradients that are held at once
@@ -55,6 +55,8 @@ class RestOfBatch:
     @classmethod
     def of_population(cls, public: CandidateGradients, axes: int = AXES) -> "RestOfBatch":
         """Unknown examples like these public ones, as many as fit."""
+        if len(public) < 2:
+            raise ValueError("fewer than 2 public examples show how the rest of a batch varies")
         tensors = [t.numel() for t in public.params.values()]
         count = max(2, min(len(public), AT_ONCE // sum(tensors)))
         some = Batch(public.batch.x[:count], public.batch.y[:count])
@@ -62,8 +64,8 @@ class RestOfBatch:
         used = CandidateGradients(public.known, public.params, some, draws=draws)
         rows = torch.cat(list(used.rows()))
         rows *= used.kept.to(rows)[:, None]
-        if len(public) < 2 or not (rows.isfinite().all() and rows.any()):
-            raise ValueError("fewer than 2 public examples, or their gradients are not finite, or all zero")
+        if not (rows.isfinite().all() and rows.any()):
+            raise ValueError("the public examples' gradients are not finite, or all zero")
         mean = rows.mean(0)
         rows -= mean
         variances, turns = torch.linalg.eigh((rows @ rows.T).double() / count)
@@ -183,7 +185,11 @@ def _seen(
     known = candidates.known
     factor = gain(known.chain, known.batch_size, rest.norm / math.sqrt(known.batch_size))
     if not known.chain.local.one_gradient:
-        factor *= _shrinking(wave, candidates.params, rest, factor, known.batch_size)
+        # the updates' size relative to local steps that all have the first one's gradient
+        seen = _usual(flattened({k: wave.update[k] for k in candidates.params}).double().square().sum(1))
+        spread = rest.variances.sum() + rest.entries.sum()
+        expected = factor**2 * (rest.mean.square().sum() + spread / known.batch_size)
+        factor *= float((seen / expected).sqrt().clamp(1e-3, 1.0))
     faint = FAINT * (factor / known.batch_size * rest.norm) ** 2 / len(rest.mean)
     return factor, list(_evidence(candidates, wave, _Expected.of(rest, factor, known.batch_size, unknown), faint))
 
@@ -194,14 +200,6 @@ def _changes(candidates: CandidateGradients, rest: RestOfBatch, factor: float) -
         yield (rows * kept.to(rows)[:, None] - rest.instead) * (factor / candidates.known.batch_size)
 
 
-def _shrinking(wave: Wave, params: Params, rest: RestOfBatch, factor: float, size: int) -> float:
-    """Return the updates' size relative to local steps that all have the first one's gradient, in (0, 1]."""
-    seen = _usual(flattened({k: wave.update[k] for k in params}).double().square().sum(1))
-    spread = rest.variances.sum() + rest.entries.sum()
-    expected = factor**2 * (rest.mean.square().sum() + spread / size)
-    return float((seen / expected).sqrt().clamp(1e-3, 1.0))
-
-
 def gain(chain: Chain, size: int, norm: float) -> float:
     """Update per unit of the mean gradient, below 0: by local training, and by clipping of a mean gradient of this norm."""
     links = [t for t in chain.links if t is chain.local or (isinstance(t, Link) and t.bounds and not is_per_example(t))]
@@ -209,9 +207,6 @@ def gain(chain: Chain, size: int, norm: float) -> float:
     weights = {"": torch.zeros(1)}  # which weight decay reads
     moved = Chain(tuple(links)).mean(lambda *_: {"": torch.tensor([norm])})(weights, batch, None)[""]
     return -abs(float(moved)) / norm
-
-
-# ------------------------------------------------------------------------------------------------------- entries
 
 
 def _evidence(candidates: CandidateGradients, wave: Wave, without: _Expected, faint: float) -> Iterator[_Evidence]:
@@ -228,11 +223,16 @@ def _evidence(candidates: CandidateGradients, wave: Wave, without: _Expected, fa
     tensors = [t.numel() for t in candidates.params.values()]
     noise = LEAST * _usual(seen.square().mean(1)).clamp_min(faint).expand(seen.shape[1])
     if density is None:
-        noise = noise + _shown_noise(seen, without, tensors)
+        # what each tensor of the updates varies beyond the expected
+        parts = (seen - without.mean).square().split(tensors, 1), without.whole.split(tensors)
+        beyond = [_usual(part.mean(1)) - expected.mean() for part, expected in zip(*parts, strict=True)]
+        noise = noise + torch.cat([one.clamp_min(0).expand(size) for one, size in zip(beyond, tensors, strict=True)])
         density = UpdateDistribution()
     signs: tuple[Tensor, Tensor] | None = None
     if density.signed:
-        size = _sizes(without, density, tensors)
+        # of each tensor: of one entry it is too uncertain, as tails are heavy
+        square = without.mean.square() + without.whole + density.sigma**2 + 2 * density.scale**2
+        size = torch.cat([part.mean().sqrt().expand(len(part)) for part in square.split(tensors)])
         # a sign of a normal value of size s is sqrt(2 / pi) / s times the value, and something uncorrelated (Bussgang, 1952)
         seen, noise = seen.sign() * size * math.sqrt(math.pi / 2), size.square() * (math.pi / 2 - 1)
         signs, density = (without.mean[shown], size[shown]), UpdateDistribution()
@@ -246,22 +246,9 @@ def _evidence(candidates: CandidateGradients, wave: Wave, without: _Expected, fa
         yield _Evidence(range(len(wave)), columns, *_slopes(density, seen[:, columns], without.at(columns)), signs)
 
 
-def _shown_noise(seen: Tensor, without: _Expected, tensors: Sequence[int]) -> Tensor:
-    """(d,) variance that each tensor of the updates (K, d) has beyond the expected one, at least 0."""
-    parts = (seen - without.mean).square().split(list(tensors), 1), without.whole.split(list(tensors))
-    beyond = [_usual(part.mean(1)) - expected.mean() for part, expected in zip(*parts, strict=True)]
-    return torch.cat([one.clamp_min(0).expand(size) for one, size in zip(beyond, tensors, strict=True)])
-
-
 def _usual(squares: Tensor) -> Tensor:
     """The mean of what updates (K,) have each, without the outlying: one client must not bend what others' updates show."""
     return squares[squares <= OUTLYING * squares.median()].mean()
-
-
-def _sizes(without: _Expected, density: UpdateDistribution, tensors: Sequence[int]) -> Tensor:
-    """(d,) root mean square of each tensor's values before their signs; of one entry it is too uncertain, as tails are heavy."""
-    square = without.mean.square() + without.whole + density.sigma**2 + 2 * density.scale**2
-    return torch.cat([part.mean().sqrt().expand(len(part)) for part in square.split(list(tensors))])
 
 
 def _slopes(density: UpdateDistribution, seen: Tensor, without: _Expected) -> tuple[Tensor, Tensor, Tensor]:

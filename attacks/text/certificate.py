@@ -168,9 +168,6 @@ class SentenceReader(EachByItself):
         return Reconstruction(batch.x, y, error, verifier.spent, 0.0, "out_of_budget", reason)
 
 
-# ----------------------------------------------------------------------------------------------- last words of decoders
-
-
 def labelled(verifier: GuessVerifier, sentences: Sequence[Sequence[int]]) -> tuple[Batch, float]:
     """Sentences with the labels that explain the update best, or a decoder's with their last words, and the error that remains."""
     if verifier.decodes:

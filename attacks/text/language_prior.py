@@ -74,9 +74,6 @@ def nll(log: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
     return (rows * kept).sum(1) / kept.sum(1).clamp(min=1)
 
 
-# -------------------------------------------------------------------------------------------------------- the victim's words
-
-
 @dataclass(frozen=True)
 class LanguageModelTraining:
     """The small GPT-2 and its training budget.
@@ -177,9 +174,6 @@ def _gpt2(training: LanguageModelTraining, vocabulary: int, positions: int) -> A
     )
     made = transformers.AutoModelForCausalLM.from_config
     return seeded(lambda: made(config, attn_implementation="eager").eval(), "language model")
-
-
-# ------------------------------------------------------------------------------------------------------------- public ones
 
 
 class PretrainedPrior(LanguagePrior):

@@ -121,9 +121,6 @@ def pseudo_sentences(text: Batch, count: int, classes: int, model: LanguageModel
     return Batch(x, torch.randint(classes, (count,), generator=rng))
 
 
-# ------------------------------------------------------------------------------------------------------------ the inverter
-
-
 class SentenceNetwork(nn.Module):
     """Logits (n, B, L, words) from hashed updates (n, columns), which it standardises first.
 

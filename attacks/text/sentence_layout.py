@@ -105,9 +105,6 @@ def framed_places(model: LanguageModel, lengths: Tensor) -> tuple[Tensor, Tensor
     return mask, (at >= first) & (at < (lengths - last)[..., None]), ids
 
 
-# ------------------------------------------------------------------------------------------------ what the update reveals
-
-
 def lengths_of(wave: Wave, known: Knowledge) -> Tensor:
     """Tokens of each sentence (K, B): as given, else the nonzero rows of the position embeddings' gradient, else all positions.
 
@@ -140,9 +137,6 @@ def _known_tokens(wave: Wave, known: Knowledge, words: Tensor) -> Tensor:
         if int(used.sum(1).max()) <= most and bool(used[:, words].any(1).all()):
             return used[:, words]
     raise Unreadable("the word embeddings' gradient is withheld or hides the words: set known_tokens = false")
-
-
-# ------------------------------------------------------------------------------------------ moves of words
 
 
 def propose(n: int, count: int, rng: Generator) -> Tensor:

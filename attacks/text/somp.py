@@ -62,9 +62,6 @@ class somp(SentenceReader):
         return batch, verifier.error(batch)
 
 
-# ------------------------------------------------------------------------------------------------------------ subspaces
-
-
 def misfit(vectors: Tensor, inverse: Tensor) -> Tensor:
     """The logarithm of how little heads see of vectors (..., d): low where many see much; inverse: `head_subspaces`."""
     unit = F.normalize(vectors.double(), dim=-1)
@@ -93,9 +90,6 @@ def _heads(model: LanguageModel) -> int:
     own = next(iter(getattr(net, "blocks", ())), None)
     heads: Any = getattr(getattr(net, "config", None), "num_attention_heads", None) or getattr(own, "heads", 1)
     return int(heads)
-
-
-# ----------------------------------------------------------------------------------------------------------------- beam
 
 
 @torch.no_grad()
@@ -131,9 +125,6 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
         live = longer[kept]
         found |= {tuple(ids): float(w) for ids, w in zip(live.tolist(), worst, strict=True)}
     return found
-
-
-# -------------------------------------------------------------------------------------------------------------- pursuit
 
 
 class Pursuit:

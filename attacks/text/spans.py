@@ -150,9 +150,6 @@ def _scaled(parts: Sequence[Tensor]) -> Tensor | None:
     return torch.cat(scaled) if scaled else None
 
 
-# -------------------------------------------------------------------------------- LoRA's factors
-
-
 @dataclass(frozen=True, eq=False)
 class PartialSpan:
     """Combinations of the inputs that span a part of these: there are more inputs than the factors have rows.

@@ -3,10 +3,11 @@
 A data set comes with its tokenizer, and a model that was trained with another tokenizer refuses it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,15 +43,11 @@ class Text(Dataset):
     tokenizer: Tokenizer
     task: Task
 
-    @property
-    def labels(self) -> Tensor:
-        return super().labels if self.labelled else torch.zeros(len(self.y), dtype=torch.int64)
-
-    def check(self) -> None:
-        super().check()
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
         every = torch.cat([self.x, self.x_test])
         if not 0 <= int(every.min()) <= int(every.max()) < self.tokenizer.size:
-            raise ValueError(f"tokens must be those of the tokenizer, 0..{self.tokenizer.size - 1}")
+            yield f"tokens must be those of the tokenizer, 0..{self.tokenizer.size - 1}"
 
 
 # ------------------------------------------------------------------------------------------------------------- corpora
@@ -103,8 +100,6 @@ def csv(
     labels, count, names = [0] * len(kept), 2, tuple[str, ...]()
     if task == "classification":
         labels, count, names = _classes(path, label, [row[1] for row in kept], classes)
-        if classes is None and len(labels) > 1 and len(set(labels)) < 2:
-            raise ValueError(f"{path} has sentences of one class only: there is nothing to learn")
     rows = [(row[0], y) for row, y in zip(kept, labels, strict=True)]
     corpus = _corpus(rows, held_out(len(rows), test, path).tolist())
     found = _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
@@ -188,13 +183,8 @@ def _made_up() -> Corpus:
     return Corpus(found[cut:], found[:cut])
 
 
-def _cola(folder: Path) -> Corpus:
-    columns = ("source", "label", "mark", "sentence")
-    return Corpus(*(_table(folder / f"in_domain_{part}.tsv", columns) for part in ("train", "dev")))
-
-
-def _sst2(folder: Path) -> Corpus:
-    return Corpus(*(_table(folder / f"{part}.tsv", ("sentence", "label")) for part in ("train", "dev")))
+def _glue(name: str, columns: Sequence[str], folder: Path) -> Corpus:
+    return Corpus(*(_table(folder / name.format(part), columns) for part in ("train", "dev")))
 
 
 def _rotten_tomatoes(folder: Path) -> Corpus:
@@ -204,21 +194,24 @@ def _rotten_tomatoes(folder: Path) -> Corpus:
     return _corpus(both, [i % 20 < 2 for i in range(len(both))])
 
 
-def _stored(name: str, read: Callable[[Path], Corpus], *hub: Any) -> Callable[[], Corpus]:
-    return lambda: _local_or_hub(name, read, *hub)
-
-
 _GLUE, _PARTS = "nyu-mll/glue", ("train", "validation")
 _OPINIONS, _JUDGED = ("negative", "positive"), ("unacceptable", "acceptable")
 _PHRASES = "4,000 sentences of a small grammar, about private life (class 0) or work (1); no file needed"
-phrases = _labelled("phrases", _PHRASES, ("private life", "work"), _made_up, 16, 1500)
+# each federation of a process reads the same sentences
+phrases = cache(_labelled("phrases", _PHRASES, ("private life", "work"), _made_up, 16, 1500))
 _COLA = "CoLA, whether 8,551 sentences of linguists are acceptable"
-cola = _labelled("cola", _COLA, _JUDGED, _stored("cola", _cola, _GLUE, "cola", "sentence", _PARTS))
+_read_cola = partial(_glue, "in_domain_{}.tsv", ("source", "label", "mark", "sentence"))
+cola = _labelled("cola", _COLA, _JUDGED, lambda: _local_or_hub("cola", _read_cola, _GLUE, "cola", "sentence", _PARTS))
 _SST2 = "SST-2, film reviews for or against"
-sst2 = _labelled("sst2", _SST2, _OPINIONS, _stored("sst2", _sst2, _GLUE, "sst2", "sentence", _PARTS))
+_read_sst2 = partial(_glue, "{}.tsv", ("sentence", "label"))
+sst2 = _labelled("sst2", _SST2, _OPINIONS, lambda: _local_or_hub("sst2", _read_sst2, _GLUE, "sst2", "sentence", _PARTS))
 _REVIEWS = ("cornell-movie-review-data/rotten_tomatoes", None, "text", ("train", "test"))
-_TOMATOES = _stored("rotten_tomatoes", _rotten_tomatoes, *_REVIEWS)
-rotten_tomatoes = _labelled("rotten_tomatoes", "Rotten Tomatoes, 10,662 film reviews", _OPINIONS, _TOMATOES)
+rotten_tomatoes = _labelled(
+    "rotten_tomatoes",
+    "Rotten Tomatoes, 10,662 film reviews",
+    _OPINIONS,
+    lambda: _local_or_hub("rotten_tomatoes", _rotten_tomatoes, *_REVIEWS),
+)
 
 
 def wikitext2(

@@ -5,7 +5,7 @@ A dataset has training and test examples. The training examples are split once b
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -86,41 +86,38 @@ class Dataset:
         return self
 
     def check(self) -> None:
-        """Check a user's data; ValueError names the fault."""
+        """Check a user's data; ValueError names the first fault."""
+        for fault in self.faults():
+            raise ValueError(fault)
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with the data; what follows a fault may fail."""
         for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
-            if not isinstance(x, Tensor):
-                raise ValueError(
-                    f"{name} is a {type(x).__name__}, expected one tensor: put several inputs side by side in it"
-                )
+            if not issubclass(type(x), Tensor):
+                yield f"{name} is a {type(x).__name__}, expected one tensor: put several inputs side by side in it"
             dimensions = self.dimensions or self.x.dim()
             if x.dtype != self.dtype or x.dim() != dimensions or not len(x) or x.shape[1:] != self.shape:
-                raise ValueError(
-                    f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {self.dtype}, (N, *{self.shape})"
-                )
+                yield f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {self.dtype}, (N, *{self.shape})"
             if x.is_floating_point() and (bad := (~x.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()):
-                raise ValueError(
-                    f"{len(bad)} examples of {name} hold NaN or infinity, the first is {bad[0]}: leave them out"
-                )
+                yield f"{len(bad)} examples of {name} hold NaN or infinity, the first is {bad[0]}: leave them out"
             if y.is_floating_point() and len(y) == len(x):
                 check_labels(y, self.classes)
                 continue
             words = self.dtype == torch.int64 and y.shape == x.shape
             mask = self.dtype != torch.int64 and 1 < y.dim() == x.dim() - 1 and len(y) == len(x)
             if y.dtype != torch.int64 or not (words or mask or y.shape == x.shape[:1]):
-                raise ValueError(
+                yield (
                     f"the labels of {name} are {y.dtype} of shape {tuple(y.shape)}, expected int64 classes (N,), a mask with a "
                     "class for each pixel, or floats"
                 )
             known = y[y != IGNORED] if y.dim() > 1 else y  # of words, padding has no label
             if len(known) and not 0 <= int(known.min()) <= int(known.max()) < self.classes:
-                raise ValueError(
-                    f"the labels of {name} are in {int(known.min())}..{int(known.max())}, expected 0..{self.classes - 1}"
-                )
+                yield f"the labels of {name} are in {int(known.min())}..{int(known.max())}, expected 0..{self.classes - 1}"
+        if "classes" in self.fitted and len(self.y.unique()) < 2:
+            yield "the training labels are of one class: there is nothing to learn, and every label is known"
         channels = self.shape[0] if self.dtype == torch.uint8 or self.mean else 0
         if len(self.mean) != channels or len(self.std) != channels or not all(s > 0 for s in self.std):
-            raise ValueError(
-                f"mean {self.mean} and std {self.std} should be {channels} numbers each, those of std above 0"
-            )
+            yield f"mean {self.mean} and std {self.std} should be {channels} numbers each, those of std above 0"
 
     def normalise(self, x: Tensor) -> Tensor:
         """x (..., C, H, W) in [0, 1] to zero mean and unit variance per channel; x itself if there is no mean."""

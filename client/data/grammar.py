@@ -1,7 +1,9 @@
 """A small language: some thousand short sentences, private ones and those of work, from a grammar of a few lines."""
 
 from collections.abc import Iterator
+from functools import cache
 from hashlib import blake2b
+from itertools import count
 
 PRIVATE, WORK = 0, 1
 COUNT = 4000  # sentences, half of each class
@@ -68,10 +70,13 @@ _TEMPLATES = (
 )
 
 
+@cache
 def sentences() -> list[tuple[str, int]]:
     """Distinct sentences of 4 to 12 words with their classes, the same on every machine, the classes taking turns."""
     found: dict[str, int] = {}
-    draw = _numbers()
+    draw = (
+        int.from_bytes(blake2b(b"phrases %d" % i, digest_size=8).digest(), "big") for i in count()
+    )  # the same for ever
     while len(found) < COUNT:
         kind = len(found) % 2
         sentence = " ".join(_filled(word, kind, draw) for word in _pick(_TEMPLATES, draw).split())
@@ -90,11 +95,3 @@ def _filled(word: str, kind: int, draw: Iterator[int]) -> str:
 
 def _pick(choices: tuple[str, ...], draw: Iterator[int]) -> str:
     return choices[next(draw) % len(choices)]
-
-
-def _numbers() -> Iterator[int]:
-    """Whole numbers that are the same for ever: a hash of their count."""
-    count = 0
-    while True:
-        yield int.from_bytes(blake2b(b"phrases %d" % count, digest_size=8).digest(), "big")
-        count += 1

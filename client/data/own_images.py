@@ -138,9 +138,6 @@ def hugging_face(
     return replace(_dataset(path, divided, len(known) or None, mean, std), names=names)
 
 
-# --------------------------------------------------------------------------------------------------------------- parts
-
-
 def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) -> Tensor:
     """One picture (C, size, size) uint8; ValueError with its name if it cannot be read."""
     from PIL import Image, ImageOps
@@ -181,8 +178,6 @@ def _dataset(path: Path, parts: Parts, classes: int | None, mean: Statistics, st
     if classes is None and y.is_floating_point():
         classes = count_classes(y, y_test)
     fitted = tuple(key for key, given in (("mean", mean), ("std", std), ("classes", classes)) if given is None)
-    if classes is None and len(y.unique()) < 2:
-        raise ValueError(f"{path} has images of one class only: there is nothing to learn, and every label is known")
     # of counts of grey values, which are exact
     counts = [torch.bincount(x[:, c].flatten(), minlength=256).double() / x[:, c].numel() for c in range(x.shape[1])]
     levels = torch.arange(256, dtype=torch.float64) / 255

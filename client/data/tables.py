@@ -4,8 +4,9 @@ A row is encoded as the network takes it: numbers scaled, categories one-hot. Th
 bounds are declared in [data] columns, or else computed from the training rows by `fitted`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -42,13 +43,10 @@ class Tabular(Dataset):
 
     columns: Columns
 
-    def check(self) -> None:
-        super().check()
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
         if self.x.shape[1] != self.columns.entries:
-            raise ValueError(f"rows must have {self.columns.entries} entries, as the columns say")
-
-
-# -------------------------------------------------------------------------------------------------------------- datasets
+            yield f"rows must have {self.columns.entries} entries, as the columns say"
 
 
 def table(
@@ -99,14 +97,13 @@ def table(
         rows = _parted(path, features, agreed, y, tested, ())
         return replace(rows, classes=1, fitted=("columns",) if columns is None else ())
     names = _categories(labels, label, path) if classes is None else tuple(classes)
-    if len(names) < 2:
-        raise ValueError(f"{path}: column {label!r} has one class only: there is nothing to learn")
     y = torch.tensor(numbers(labels.tolist(), names, f"{path}: column {label!r}"), dtype=torch.int64)
     agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)
     fitted = tuple(key for key, given in (("columns", columns), ("classes", classes)) if given is None)
     return replace(_parted(path, features, agreed, y, tested, names), fitted=fitted)
 
 
+@cache  # each federation of a process reads the same people
 def census(one_hot: OneHot = "plain", seed: int = 1) -> Tabular:
     """A made-up census of 4,000 people: ten features, income above or below the median; no file needed.
 
@@ -166,9 +163,6 @@ def german_credit(one_hot: OneHot = "scaled", path: Path | None = None) -> Tabul
     return _published("german_credit", cells, (risk == 2).astype(np.int64), tested, ("good", "bad"), one_hot)
 
 
-# --------------------------------------------------------------------------------------------------------------- reading
-
-
 def _read_lines(dataset: str, folder: Path | None, file: str, names: Sequence[str], delimiter: str) -> Cells:
     """A published file without a line of names."""
     local = data_folder()
@@ -226,9 +220,6 @@ def _whole(columns: Cells) -> np.ndarray:
 
 def _absent(column: np.ndarray) -> np.ndarray:
     return np.isnan(column) if column.dtype == np.float64 else np.array([cell is None for cell in column])
-
-
-# --------------------------------------------------------------------------------------------------------------- columns
 
 
 def _published(

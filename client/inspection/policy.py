@@ -12,7 +12,7 @@ import torch
 from torch import Generator, nn
 
 from fedgauge.client.inspection.results import DetectorResult, DetectorResults
-from fedgauge.client.inspection.weights import embedding_weights, inspect_weights
+from fedgauge.client.inspection.weights import inspect_weights
 from fedgauge.client.transforms import TransformState
 from fedgauge.client.update import Params
 
@@ -44,7 +44,8 @@ def inspect(
             met = fingerprint(model)
             words = f"its fingerprint is {met}, the agreed one is {agreed}"
             yield DetectorResult("architecture", "", float(met != agreed) * 2, words)
-        yield from inspect_weights(params, previous, apart, embedding_weights(model), rng)
+        tables = (n for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        yield from inspect_weights(params, previous, apart, frozenset(f"{name}.weight" for name in tables), rng)
 
     return DetectorResults.of(findings())
 

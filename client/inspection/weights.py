@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from fedgauge.client.inspection.results import LARGEST, THRESHOLDS, DetectorResult
 from fedgauge.client.rng import secret_generator
@@ -34,10 +34,6 @@ def inspect_weights(
             yield from _moved(name, matrix, before[name], drawn)
     if previous is not None:
         yield from _jumps(params, previous, apart)
-
-
-def embedding_weights(model: nn.Module) -> frozenset[str]:
-    return frozenset(f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
 
 
 def _matrices(params: Params, tables: frozenset[str]) -> Iterator[tuple[str, Tensor]]:

@@ -107,9 +107,6 @@ def _dropouts(holder: object) -> Iterator[tuple[str, float]]:
             yield name, float(value)
 
 
-# -------------------------------------------------------------------------------------------------------------- victims
-
-
 def tiny_bert(
     shape: Shape,
     tokenizer: Tokenizer,

@@ -216,15 +216,10 @@ def convsmall(shape: Shape, classes: int) -> nn.Module:
     for parameter in model.parameters():
         if parameter.ndim == 1:
             nn.init.zeros_(parameter)
-        else:
-            _lecun_normal(parameter)
+        else:  # Flax's default: a normal cut at two standard deviations, of variance 1 / fan_in after the cut
+            std = 1 / math.sqrt(parameter[0].numel()) / 0.87962566103423978
+            nn.init.trunc_normal_(parameter, std=std, a=-2 * std, b=2 * std)
     return model
-
-
-def _lecun_normal(weight: Tensor) -> None:
-    """A normal cut at two standard deviations, of variance 1 / fan_in after the cut: Flax's default."""
-    std = 1 / math.sqrt(weight[0].numel()) / 0.87962566103423978
-    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 def convbig(shape: Shape, classes: int) -> nn.Module:

@@ -91,7 +91,15 @@ def _conditions(
 
 def computed(sheets: Sequence[str], options: Mapping[str, str]) -> str:
     """Return a line for each file: its version, seed, date, machine, torch, commit and duration."""
-    return "\n".join(f"- {_computed(_kept(name))}" for name in sheets)
+    lines = []
+    for kept in map(_kept, sheets):
+        made = kept["environment"]
+        lines.append(
+            f"- `{kept['name']}`, version {kept['version']}, seed {kept['seed']}: {kept['date']}, {made['cores']} x "
+            f"{made['processor']}, torch {made['packages']['torch']}, commit {made['commit'][:8]}; "
+            f"{kept['seconds'] / 60:.0f} minutes."
+        )
+    return "\n".join(lines)
 
 
 def fill(page: str) -> str:
@@ -109,14 +117,6 @@ def fill(page: str) -> str:
 def _kept(name: str) -> Row:
     kept: Row = json.loads(next(PAPERS.glob(f"*/results/{name}.json")).read_text())
     return kept
-
-
-def _computed(kept: Row) -> str:
-    made = kept["environment"]
-    return (
-        f"`{kept['name']}`, version {kept['version']}, seed {kept['seed']}: {kept['date']}, {made['cores']} x {made['processor']}, "
-        f"torch {made['packages']['torch']}, commit {made['commit'][:8]}; {kept['seconds'] / 60:.0f} minutes."
-    )
 
 
 def _chosen(row: Row, options: Mapping[str, str]) -> bool:

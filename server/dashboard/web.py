@@ -120,9 +120,6 @@ def _routes() -> list[Route | Mount]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------------------- views
-
-
 Asked = Mapping[str, str]  # the query's parameters as text, and those in the address
 
 
@@ -187,9 +184,6 @@ async def _version(request: Request) -> Response:
 async def _page(request: Request) -> Response:
     known = "id" not in request.path_params or request.app.state.catalog.has(request.path_params["id"])
     return FileResponse(STATIC / "page.html", 200 if known else 404)  # the page says so and links to the other runs
-
-
-# ------------------------------------------------------------------------------------------------------------- queries
 
 
 def _query(request: Request) -> Asked:

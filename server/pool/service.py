@@ -89,7 +89,9 @@ def serve(
                     tick()
                     return
             if scenario.tape.keep == "none" and replayed:  # including what an earlier service did not get to delete
-                _forget(run, ledger)
+                for round, clients in ledger.deletable().items():
+                    run.tape().forget(round, clients)
+                    ledger.mark_deleted(round)
             while len(flying) < executor.slots and not stop() and (lease := ledger.lease()) is not None:
                 if check is not None and lease.attack.role != "baseline":
                     check.compare(lease.round, lease.clients)
@@ -212,9 +214,3 @@ def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:
         ledger.retry(lease, message, split=True)
     else:
         ledger.fail(lease, message)
-
-
-def _forget(run: Run, ledger: Ledger) -> None:
-    for round, clients in ledger.deletable().items():
-        run.tape().forget(round, clients)
-        ledger.mark_deleted(round)

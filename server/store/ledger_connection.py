@@ -59,14 +59,6 @@ SCHEMA = """
 """
 
 
-def _make(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA journal_mode = WAL")
-        db.executescript(
-            f"BEGIN; {SCHEMA}; PRAGMA user_version = {VERSION}; PRAGMA application_id = {APPLICATION}; COMMIT"
-        )
-
-
 @cache
 def _schema() -> frozenset[tuple[str, ...]]:
     """Return the objects in sqlite_master of a new ledger."""
@@ -98,7 +90,10 @@ class LedgerFile:
         self.path, self.readonly = path, readonly
         self._described: Any = None
         if create and not (path.exists() and path.stat().st_size):
-            _make(path)
+            with closing(sqlite3.connect(path)) as db:
+                db.execute("PRAGMA journal_mode = WAL")
+                marks = f"PRAGMA user_version = {VERSION}; PRAGMA application_id = {APPLICATION}"
+                db.executescript(f"BEGIN; {SCHEMA}; {marks}; COMMIT")
         try:
             with ExitStack() as opening:
                 self._db = opening.enter_context(closing(self._opened()))

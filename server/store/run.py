@@ -95,13 +95,9 @@ class Run:
         """Load the scenario with further settings; [model] weights are the run's copy."""
         path, weights = self.folder / "scenario.toml", (self.folder / WEIGHTS).absolute()
         own = [f"model.weights={json.dumps(str(weights), ensure_ascii=False)}"] if run_files.look(weights) else []
-        return Scenario.load(path, [*own, *settings], read=run_files.read, base=self._base())
-
-    def _base(self) -> Path | None:
-        """Return the base of relative paths in a user's audit file; None: the paths are absolute."""
         with self.ledger(readonly=True) as ledger:
-            named = ledger.meta().get(BASE)
-        return None if named is None else Path(named)
+            base = ledger.meta().get(BASE)
+        return Scenario.load(path, [*own, *settings], read=run_files.read, base=Path(base) if base else None)
 
     def ledger(self, readonly: bool = False) -> Ledger:
         ledger = Ledger(self.folder / "ledger.sqlite", readonly=readonly)

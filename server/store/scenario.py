@@ -9,6 +9,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,7 +184,12 @@ class Scenario:
             for setting in settings:
                 apply_setting(tables, setting)
             if rounds is not None:
-                _shorten(tables, rounds)
+                tables["rounds"] = rounds
+                match tables.get("audit"):
+                    case {"rounds": list(named)}:
+                        tables["audit"]["rounds"] = [r for r in named if not isinstance(r, int) or r <= rounds] or [
+                            rounds
+                        ]
             return cls.from_tables(tables, base)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
             missing = "no such file; `fedgauge init` writes a scenario to start from"
@@ -193,7 +199,8 @@ class Scenario:
     @classmethod
     def from_tables(cls, tables: Table, base: Path | None = None) -> "Scenario":
         if unknown := sorted(tables.keys() - _TOP):
-            hint = "; this looks like a sweep: fedgauge sweep" if "defense" in tables else ""
+            hint = "".join(f"; did you mean {key!r}?" for key in get_close_matches(unknown[0], _TOP, 1))
+            hint = "; this looks like a sweep: fedgauge sweep" if "defense" in tables else hint
             raise SpecError(f"unknown key {unknown[0]!r} (a scenario has: {', '.join(sorted(_TOP))}){hint}")
         tables = _absolute_paths(tables, base or Path.cwd())
         strategy = dict(coerce(tables.get("strategy", FEDAVG), dict, "[strategy]"))
@@ -209,11 +216,11 @@ class Scenario:
         attacks = coerce(tables.get("attack", []), list, "[[attack]]")
         audit = coerce(tables.get("audit", {}), dict, "[audit]")
         options = settings_of(AuditOptions, {k: v for k, v in audit.items() if k not in _PLAN}, "[audit]", _PLAN)
-        plan = plan_of(
-            _with_effort([coerce(t, dict, f"[[attack]] #{i}") for i, t in enumerate(attacks, 1)], options, federation),
-            {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}},
-            federation,
-        )
+        named = [coerce(t, dict, f"[[attack]] #{i}") for i, t in enumerate(attacks, 1)]
+        chosen = attacks_by_effort(options.effort, federation) if options.effort else []
+        named += [t for t in chosen if attack_name(t) not in map(attack_name, named)]
+        when = {"seed": protocol.seed, **{k: v for k, v in audit.items() if k in _PLAN}}
+        plan = plan_of(named, when, federation)
         if protocol.secure_sum is not None and strategy.get("fraction_train", 1.0) != 1.0:
             raise SpecError("[secure_sum]: its groups hold all clients, so [strategy] fraction_train must be 1.0")
         targeting.check_decoders(server_attack, plan.attacks, protocol.secure_sum is not None)
@@ -270,13 +277,6 @@ def _agreed(malicious: Table, honest: Table) -> Table:
         return malicious
     model = Federation(Protocol.from_tables({**honest, "guard": {}})).model
     return {**malicious, "guard": {**guard, "architecture": fingerprint(model)}}
-
-
-def _with_effort(tables: list[Table], options: AuditOptions, federation: Federation) -> list[Table]:
-    if options.effort is None:
-        return tables
-    named = [attack_name(t) for t in tables]
-    return tables + [t for t in attacks_by_effort(options.effort, federation) if attack_name(t) not in named]
 
 
 def plan_of(tables: Sequence[Table], options: Table, federation: Federation) -> AttackPlan:
@@ -421,10 +421,3 @@ def _with_proximal_term(chain: Any, strategy: Table) -> Any:
             table = {**table, "proximal_mu": mu}
         completed.append(table)
     return completed
-
-
-def _shorten(tables: dict[str, Any], rounds: int) -> None:
-    tables["rounds"] = rounds
-    match tables.get("audit"):
-        case {"rounds": list(named)}:
-            tables["audit"]["rounds"] = [r for r in named if not isinstance(r, int) or r <= rounds] or [rounds]

@@ -18,9 +18,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgauge.client.arrays import npy_array, npy_header
 from fedgauge.client.inspection.policy import WITHHELD
 from fedgauge.client.inspection.results import LARGEST
+from fedgauge.client.mods import tensors_of
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import seed_of
 from fedgauge.client.update import Params, Update, average
@@ -95,10 +95,6 @@ class RoundReplies:
     sent: Mapping[int, Params] = field(default_factory=dict)
     undone: str = ""
     summed: frozenset[int] = frozenset()
-
-
-class ReplyRejected(ValueError):
-    """A reply that the strategy must not get; the message is the recorded reason."""
 
 
 Passed = list[tuple[AcceptedReply, Message]]
@@ -224,7 +220,7 @@ class CheckedStrategy(Wrapper):
             client = self.clients[message.metadata.src_node_id]
             try:
                 reply = self._check(client, message)
-            except ReplyRejected as reason:
+            except ValueError as reason:
                 rejected[client] = Participation(client, "rejected", str(reason))
                 continue
             message.content = self._as_weights(reply)
@@ -232,15 +228,11 @@ class CheckedStrategy(Wrapper):
         return sorted(passed, key=lambda pair: pair[0].client), rejected
 
     def _check(self, client: int, message: Message) -> AcceptedReply:
-        """The reply's update.
-
-        Raises:
-            ReplyRejected: it says what is wrong.
-        """
+        """The reply's update; ValueError says what is wrong."""
         records = dict(message.content.array_records)
         buffers = records.pop("buffers", None)
         if len(records) != 1:
-            raise ReplyRejected(f"expected one ArrayRecord of updates, got {sorted(records) or 'none'}")
+            raise ValueError(f"expected one ArrayRecord of updates, got {sorted(records) or 'none'}")
         update = tensors_of(next(iter(records.values())), self._params)
         returned = tensors_of(buffers, self.buffers) if buffers is not None else {}
         return AcceptedReply(client, update, self._examples(message), returned, GuardReport.of(message))
@@ -249,7 +241,7 @@ class CheckedStrategy(Wrapper):
         metrics, most = list(message.content.metric_records.values()), self.options.max_examples or MOST_EXAMPLES
         examples = metrics[0].get(WEIGHT) if len(metrics) == 1 else None
         if not isinstance(examples, int | float) or not 1 <= examples <= most or examples != int(examples):
-            raise ReplyRejected(f"{WEIGHT} must be a whole number from 1 to {most}, got {str(examples)[:40]}")
+            raise ValueError(f"{WEIGHT} must be a whole number from 1 to {most}, got {str(examples)[:40]}")
         return int(examples)
 
     def _as_weights(self, reply: AcceptedReply) -> RecordDict:
@@ -330,31 +322,6 @@ class CheckedStrategy(Wrapper):
             alarm = True if node in errors and errors[node].code == WITHHELD else None
             missing[client] = Participation(client, "missing", reason, alarm=alarm, silent=node not in reasons)
         return [missing[client] for client in sorted(missing)]
-
-
-def tensors_of(record: ArrayRecord, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A reply's arrays as tensors in the reference's order.
-
-    Raises:
-        ReplyRejected: names, shapes or dtypes differ from the reference, or a number is not finite.
-    """
-    if differing := sorted(reference.keys() ^ record.keys()):
-        raise ReplyRejected(f"missing tensors, or unknown to the model: {', '.join(differing)}")
-    tensors: dict[str, Tensor] = {}
-    for name, like in reference.items():
-        expected, wrong = like.numpy(), ""
-        try:
-            shape, dtype, *_ = npy_header(record[name].data)
-            if (shape, dtype) != (expected.shape, expected.dtype):
-                wrong = f"has shape {shape} and dtype {dtype}, expected {expected.shape} and {expected.dtype}"
-            elif not torch.isfinite(found := torch.from_numpy(npy_array(record[name].data))).all():
-                wrong = "has entries that are not finite"
-        except ValueError as error:
-            wrong = f"cannot be decoded: {error}"
-        if wrong:
-            raise ReplyRejected(f"{name} {wrong}")
-        tensors[name] = found
-    return tensors
 
 
 def norm(tensors: Mapping[str, Tensor]) -> float:

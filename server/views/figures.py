@@ -119,9 +119,6 @@ def looks_of(reading: RunSnapshot) -> dict[str, Look]:
     return looks
 
 
-# ------------------------------------------------------------------------------------------------------ leakage by round
-
-
 def rounds_figures(reading: RunSnapshot) -> list[Figure]:
     """Draw leakage and test accuracy over rounds, one figure for each metric."""
     tested = {n: row["accuracy"] for n, row in sorted(reading.rounds.items()) if row["accuracy"] is not None}
@@ -217,9 +214,6 @@ def interval_name(metric: str, leaks: Sequence[Leak]) -> str:
     if not clusters or MEASURED[metric].rate:
         return "95 % interval (Wilson)" if clusters else ""
     return f"95 % interval ({min(clusters)} clients{'' if min(clusters) == max(clusters) else ' or more'})"
-
-
-# ------------------------------------------------------------------------------------------------ thresholds, membership
 
 
 def success_figure(reading: RunSnapshot) -> Figure | None:

@@ -11,7 +11,6 @@ from fedgauge.attacks.modality.membership import MEMBERSHIP, QUESTIONS
 from fedgauge.attacks.modality.registry import MEASURED, further_leaks
 from fedgauge.client.components import SpecError
 from fedgauge.server.views.formatting import number
-from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.membership import why_not_tested
 from fedgauge.server.views.notices import audit_command
 from fedgauge.server.views.privacy import spent_in
@@ -160,7 +159,8 @@ def _measured(reading: RunSnapshot, metric: str) -> Measurement:
         return Measurement(spent.record, spent.words)
     name = metric.removeprefix(WORST)
     leaks = [k for k in reading.pooled(name).values() if k.role == "attack"] if name in reading.metrics else []
-    leak, missing = best_of(leaks, "attack"), _lost(leaks)
+    lost = [f"{k.without_value} of {k.n + sum(k.failed.values())} by {k.attack}" for k in leaks if k.failed]
+    leak, missing = best_of(leaks, "attack"), f"; without a value: {', '.join(lost)}" if lost else ""
     if leak is None and metric in QUESTIONS:
         return Measurement(None, f"it was not tested: {why_not_tested(reading.ledger, metric)}{missing}")
     if leak is None:
@@ -175,9 +175,3 @@ def _measured(reading: RunSnapshot, metric: str) -> Measurement:
         within = f" (95 % interval {low} to {high}; the threshold is the mean's)"
     what = f"the area under the ROC curve over {leak.n} members" if metric in QUESTIONS else f"the mean of {leak.n}"
     return Measurement(leak.mean, f"{what} by {leak.attack}{within}{missing}")
-
-
-def _lost(leaks: Iterable[Leak]) -> str:
-    """Count the examples without a value; empty if each has one."""
-    of_each = [f"{k.without_value} of {k.n + sum(k.failed.values())} by {k.attack}" for k in leaks if k.failed]
-    return f"; without a value: {', '.join(of_each)}" if of_each else ""

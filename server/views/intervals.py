@@ -6,7 +6,6 @@ from math import exp, log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtrc, stdtrit
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -32,6 +31,8 @@ def clustered_interval(
         >>> round(low, 2), round(high, 2)  # 2 -+ 12.7062 * sqrt(2 / 2)
         (-10.71, 14.71)
     """
+    from scipy.special import stdtrit  # takes long to load
+
     sums, counts = np.bincount(clients, values), np.bincount(clients)
     sums, counts = sums[counts > 0], counts[counts > 0]
     k, n = len(counts), counts.sum()
@@ -89,6 +90,8 @@ def guessed_labels(shares: Sequence[float], size: int) -> float:
         >>> guessed_labels([0.5, 0.5], size=2)
         0.75
     """
+    from scipy.special import bdtrc  # takes long to load
+
     repeat = np.arange(size)[:, None]
     right = bdtrc(repeat, size, np.asarray(shares)[None])  # P(a class occurs more than `repeat` times)
     return float(np.sort(right, axis=None)[-size:].sum() / size)

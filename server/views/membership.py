@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from scipy.special import bdtrc
 
 from fedgauge.attacks.base import LIMITS
 from fedgauge.attacks.membership.limit import mu_of, power
@@ -133,6 +132,8 @@ def _luck(hits: Scores) -> float:
     """
     if not len(hits):
         return 1.0
+    from scipy.special import bdtrc  # takes long to load
+
     _, batch, sizes = np.unique(hits.batch_keys(), return_inverse=True, return_counts=True)
     flagged = np.bincount(batch, hits.value)
     events = ((flagged >= sizes / 2, 0.02), (flagged >= 1, min(1.0, 0.01 * float(sizes.mean()))))

@@ -71,7 +71,10 @@ class Scores:
             code = {each: i for i, each in enumerate(names[name])}
             renumbered = np.array([code[each] for each in known[name]], np.int64)[getattr(self, name)]
             columns[name] = np.concatenate([renumbered, np.array([code[each] for each in fresh[name]], np.int64)])
-        columns["value"] = _usable(columns["value"], columns["metric"], names["metric"])
+        # infinity stays where the metric caps it
+        capped = np.array([n in MEASURED and MEASURED[n].cap is not None for n in names["metric"]], dtype=bool)
+        values, exact = columns["value"], capped[columns["metric"]] & (columns["value"] == np.inf)
+        columns["value"] = np.where((np.abs(values) > LARGEST) & ~exact, np.nan, values)
         order = np.lexsort([columns[name] for name in ("metric", "example", "attack", "client", "round")])
         columns |= {"attacks": names["attack"], "metrics": names["metric"], "statuses": names["status"]}
         return replace(self, **columns).where(order)._without_answered()
@@ -207,13 +210,6 @@ class Scores:
 def _code(names: tuple[str, ...], name: str) -> int:
     """Return the index of a name, or -1."""
     return names.index(name) if name in names else -1
-
-
-def _usable(values: Floats, metric: Ints, names: tuple[str, ...]) -> Floats:
-    """Replace values beyond LARGEST by NaN; infinity stays where the metric caps it."""
-    far = np.abs(values) > LARGEST
-    capped = np.array([name in MEASURED and MEASURED[name].cap is not None for name in names], dtype=bool)[metric]
-    return np.where(far & ~(capped & (values == np.inf)), np.nan, values)
 
 
 def known_metrics(scores: Scores) -> list[str]:

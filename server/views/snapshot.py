@@ -176,12 +176,6 @@ def viewed(make: Make) -> Make:
     return cast(Make, cached)
 
 
-def most_examples(tables: Mapping[str, Any]) -> int:
-    """Return the largest number of examples of an update by the scenario, as clients may claim any number."""
-    size, group = tables["data"].get("batch_size", 1), tables.get("secure_sum", {}).get("group", 1)
-    return min(max(1, int(size)) * max(1, int(group)), MOST_EXAMPLES)
-
-
 @contextmanager
 def offline() -> Iterator[None]:
     """Forbid downloads of data."""
@@ -277,7 +271,8 @@ class RunSnapshot:
 
     def size_of(self, round: int, client: int) -> int:
         """Return the number of examples of an update; in a user's own app the number that the attacker assumes."""
-        most = most_examples(self.tables)
+        size, group = self.tables["data"].get("batch_size", 1), self.tables.get("secure_sum", {}).get("group", 1)
+        most = min(max(1, int(size)) * max(1, int(group)), MOST_EXAMPLES)  # clients may claim any number
         if not self.ledger.foreign:
             return min(self.ledger.size_of(round, client), most)
         truth = self.tester_truth(round, client)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from scipy.special import bdtrc
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.membership import MEMBER
@@ -164,6 +163,8 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
 
 def _luck_of_labels(hits: Scores) -> float:
     """Return the probability of so many hits, of all clients or of the most exposed one, if labels alone identify a quarter."""
+    from scipy.special import bdtrc  # takes long to load
+
     counts, sizes = np.bincount(hits.client, np.clip(hits.value, 0, 1)), np.bincount(hits.client)
     of_all = bdtrc(counts.sum() - 1, sizes.sum(), BY_LABELS)
     return float(min(of_all, np.count_nonzero(sizes) * bdtrc(counts - 1, sizes, BY_LABELS).min()))

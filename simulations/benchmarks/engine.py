@@ -1,6 +1,6 @@
 """Speed of the engine on K problems together, compared with the published loop on one after the other."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
@@ -25,13 +25,18 @@ from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, 
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 from fedgauge.simulations.benchmarks.published import invert
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved
+from fedgauge.simulations.benchmarks.reporting import Figure, interleaved
 from fedgauge.simulations.run.environment import one_thread
 
 RATE = 0.1  # of the client's local steps
 TV = 0.1
 PUBLISHED = "published loop"
 CIFAR_SHAPE, DIGITS, SMOOTH = "random 3x32x32", "mnist5k 1x28x28", "smooth random"
+REPETITIONS = 3
+SETTINGS: Mapping[str, object] = dict(
+    attack=f"inverting_gradients(tv={TV})", networks="untrained, BatchNorm in eval mode", threads=1, seed=0,
+    repetitions=REPETITIONS, clock="CPU seconds, medians of interleaved repetitions",
+)  # fmt: skip
 COARSE = 6  # pixels of a smooth image before it is enlarged
 Make = Callable[[tuple[int, int, int], int], nn.Module]
 
@@ -160,15 +165,11 @@ def problem(
     return ImageProblem(model, observed(known, Batch(x, y)), known, streams, x[:, None], steps)
 
 
-def engine(cells: Sequence[SpeedCase] = CELLS, repetitions: int = 3) -> BenchmarkReport:
+def engine(cells: Sequence[SpeedCase] = CELLS, repetitions: int = REPETITIONS) -> Iterator[Figure]:
     """Milliseconds per iteration and problem, by the engine and by the published loop, for each case."""
     with one_thread():
-        figures = [figure for cell in cells for figure in _compare(cell, repetitions)]
-    settings = dict(
-        attack=f"inverting_gradients(tv={TV})", networks="untrained, BatchNorm in eval mode", threads=1, seed=0,
-        repetitions=repetitions, clock="CPU seconds, medians of interleaved repetitions",
-    )  # fmt: skip
-    return BenchmarkReport(tuple(figures), settings)
+        for cell in cells:
+            yield from _compare(cell, repetitions)
 
 
 def _compare(cell: SpeedCase, repetitions: int) -> Iterator[Figure]:

@@ -6,7 +6,6 @@ It needs only torch and numpy (and safetensors for one measure), so it runs on a
 import argparse
 import gc
 import importlib.util
-import json
 import math
 import sys
 import time
@@ -34,7 +33,7 @@ from fedgauge.simulations.benchmarks.engine import (
     problem,
     resnet18,
 )
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, cells, interleaved, record
+from fedgauge.simulations.benchmarks.reporting import Figure, interleaved, keep
 
 PEAK = 67.0  # TFLOP/s of an H100 and an H200 in float32, without tensor cores
 FORWARDS = 8  # by which an iteration's work is counted: forward, backward, and both derived once more
@@ -98,8 +97,6 @@ class GpuBenchmark:
         spent = interleaved(works, self.sizes.repetitions, self.seconds)
         return {name: median(seconds) for name, seconds in spent.items()}
 
-    # ------------------------------------------------------------------------------------------------------- matching
-
     def lenet(self) -> Iterator[Figure]:
         """Inverting Gradients on many LeNets."""
         yield from self._compared("LeNet at 32 x 32", lenet, *self.sizes.lenet, least=100.0)
@@ -141,8 +138,6 @@ class GpuBenchmark:
         share = FORWARDS * forward * 1e-10 / PEAK / spent["engine"] * n
         yield Figure(title, share, "%", at_least=30.0, note=note)
 
-    # ------------------------------------------------------------------------------------------------------- numerics
-
     def psnr(self) -> Iterator[Figure]:
         """Inverting Gradients with the same seeds on the CPU and on the device."""
         here, there = self._psnr(CPU), self._psnr(self.device)
@@ -182,8 +177,6 @@ class GpuBenchmark:
         yield Figure("LeNet: PSNR with TF32 - with IEEE", tf32 - ieee, "dB", note=note)
         ratio = spent["IEEE"] / spent["any algorithm"]
         yield Figure(f"{name}: without / with deterministic algorithms", ratio, "x")
-
-    # ------------------------------------------------------------------------------------------------------- learned
 
     def _run(self, attack: Attack, wave: Wave, known: Knowledge, steps: int) -> float:
         """Seconds of an attack of so many steps."""
@@ -245,21 +238,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asdict(numerics(device)), peak=f"{PEAK:g} TFLOP/s", seed=0, sizes=asdict(benchmark.sizes),
         clock="seconds until the device has finished, medians of interleaved repetitions",
     )  # fmt: skip
+    missed = 0
     for name in names:
-        begun = time.monotonic()
         found = measure(name, benchmark, targets=device.type == "cuda" and not options.quick)
+        print(name, *found, sep="\n", flush=True)
         figures += found
-        seconds = round(time.monotonic() - begun, 1)
         gc.collect()  # the next measure begins with all memory
         if device.type == "cuda":
             torch.cuda.empty_cache()
         # after each measure, so that a machine that is taken away leaves what it has measured
-        result = record("gpu", BenchmarkReport(tuple(figures), settings), time.monotonic() - started)
-        options.output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-        shown = ["  ".join(filter(None, cells(f))) for f in result["figures"][-len(found) :]]
-        print(f"{name} ({seconds} s)", *shown, sep="\n", flush=True)
+        missed = keep(options.output, "gpu", started, figures, settings)
     print(f"written to {options.output}")
-    return int(any(f.met is False for f in figures))
+    return missed
 
 
 if __name__ == "__main__":

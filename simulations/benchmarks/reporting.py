@@ -1,10 +1,11 @@
-"""A benchmark's report: figures with units and targets, and the settings that reproduce them."""
+"""A benchmark's figures with units and targets, kept with the settings that reproduce them."""
 
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
 
 from fedgauge.simulations.run.environment import environment
 
@@ -19,6 +20,11 @@ class Figure:
     at_least: float | None = None
     at_most: float | None = None
     note: str = ""
+
+    def __str__(self) -> str:
+        value = "-" if self.value is None else f"{self.value:.4g}"
+        met = {True: "yes", False: "NO", None: ""}[self.met]
+        return "  ".join(filter(None, (self.name, value, self.unit, self.target, met, self.note)))
 
     @property
     def target(self) -> str:
@@ -35,32 +41,31 @@ class Figure:
         return self.value >= self.at_least if self.at_least is not None else self.value <= (self.at_most or 0.0)
 
 
-@dataclass(frozen=True)
-class BenchmarkReport:
-    """A benchmark's figures and settings (n, seeds, budgets)."""
+def keep(
+    path: Path,
+    name: str,
+    started: float,
+    figures: Sequence[Figure],
+    settings: Mapping[str, object],
+    rows: Sequence[Mapping[str, object]] = (),
+) -> int:
+    """Write a benchmark's figures with the settings, the machine and the date; return 1 if a target is missed.
 
-    figures: tuple[Figure, ...]
-    settings: Mapping[str, object]
-
-
-def record(name: str, report: BenchmarkReport, seconds: float) -> Mapping[str, Any]:
-    """A report for a results file: figures, settings, machine, date."""
+    Args:
+        rows: from which the figures were computed.
+    """
     keys = ("name", "value", "unit", "target", "met", "note")
-    return {
+    kept = {
         "benchmark": name,
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "seconds": round(seconds, 1),
-        "figures": [{key: getattr(figure, key) for key in keys} for figure in report.figures],
-        "settings": dict(report.settings),
+        "seconds": round(time.monotonic() - started, 1),
+        "figures": [{key: getattr(figure, key) for key in keys} for figure in figures],
+        **({"rows": rows} if rows else {}),
+        "settings": settings,
         "environment": environment(),
     }
-
-
-def cells(figure: Mapping[str, Any]) -> list[str]:
-    """A figure's row as text."""
-    value = "-" if figure["value"] is None else f"{figure['value']:.4g}"
-    met = {True: "yes", False: "NO", None: ""}[figure["met"]]
-    return [figure["name"], value, figure["unit"], figure["target"], met, figure["note"]]
+    path.write_text(json.dumps(kept, indent=2, allow_nan=False) + "\n")
+    return int(any(figure.met is False for figure in figures))
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:

@@ -42,8 +42,9 @@ def check_owner(owner: OwnerConfig) -> list[CheckResult]:
     clients: list[DeployedClient] = []
 
     def build_all() -> str:
-        terms = _small_terms(owner) if protocol is None else ServerTerms.parse(protocol)
-        clients.append(DeployedClient.of(owner, terms))
+        model, count = modality_of(owner.dataset).small_model(), owner.client + 1
+        small = ServerTerms(seed=0, rounds=1, clients=count, model=model, canaries=int(owner.canary))
+        clients.append(DeployedClient.of(owner, small if protocol is None else ServerTerms.parse(protocol)))
         return " > ".join(map(describe, owner.chain))
 
     results.append(attempt("chain, loss, guard", build_all))
@@ -54,11 +55,6 @@ def check_owner(owner: OwnerConfig) -> list[CheckResult]:
     return results
 
 
-def _small_terms(owner: OwnerConfig) -> ServerTerms:
-    model = modality_of(owner.dataset).small_model()
-    return ServerTerms(seed=0, rounds=1, clients=owner.client + 1, model=model, canaries=int(owner.canary))
-
-
 def _one_step(client: DeployedClient) -> Found:
     params, buffers = client.initial()
     update = client.compute(params, buffers, client.owner.batch(client.draw(1)), {})
@@ -66,9 +62,6 @@ def _one_step(client: DeployedClient) -> Found:
     if math.isfinite(norm):
         return f"an update of norm {norm:.3g}"
     return Problem("not finite", "", "the update is not finite", "is the rate too high?")
-
-
-# ------------------------------------------------------------------------------------------------- the client's log
 
 
 def history(owner: OwnerConfig) -> Iterator[CheckResult]:

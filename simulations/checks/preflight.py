@@ -26,6 +26,7 @@ from fedgauge.attacks.plan import PlannedAttack, modalities_of
 from fedgauge.attacks.source import PublicSource
 from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
+from fedgauge.client.federation import UNMIXED
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.pairing import in_db
 from fedgauge.client.rng import generator
@@ -134,7 +135,7 @@ class _Probe:
         norms = [n for n, m in modules.items() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         if norms:
             words = f"BatchNorm in train mode ({norms[0]!r}): the batch's means and variances are uploaded unchanged"
-            yield Finding("leaks", words, self.fed.without_batch_statistics)
+            yield Finding("leaks", words, UNMIXED)
 
     def closed_forms(self) -> Iterator[Finding]:
         """Results of the closed forms; layer by layer, which takes seconds, only where no layer's gradient holds the example."""

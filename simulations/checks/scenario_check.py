@@ -93,9 +93,6 @@ def _refuse(result: CheckResult, where: str = "") -> None:
         raise SpecError(f"{where}{result.name}: {result.message}")
 
 
-# --------------------------------------------------------------------------------------------------------- the stages
-
-
 def _check_strategy(scenario: Scenario) -> Iterator[CheckResult]:
     from fedgauge.server.strategy.build import build_strategy  # imports Flower: seconds
 

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 
 from fedgauge.server.store.ledger_connection import LedgerError
-from fedgauge.server.store.run import Run, RunBusy
+from fedgauge.server.store.run import RunBusy
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.notices import notices
@@ -35,25 +35,22 @@ def runs(options: argparse.Namespace) -> int:
     rows = []
     for run in all_runs(options.runs):
         try:
-            columns = _columns(run)
+            line = run_line(run)
         except (LedgerError, OSError) as error:
-            columns = ["unreadable", *[""] * 5]
+            rows.append([run.folder.name, "unreadable", *[""] * 5])
             tell(error)
-        rows.append([run.folder.name, *columns])
+            continue
+        done = f"{line.done}/{line.total}" + (" so far" if line.state == "training" else "")
+        done += f", {line.failed} failed" if line.failed else ""
+        reached = "" if line.best is None else f"{line.measure.name} {in_unit(line.best, line.measure)}"
+        shown = [line.state, f"{line.round}/{line.rounds}", line.chain, ", ".join(line.attacks), done, reached]
+        rows.append([run.folder.name, *shown])
     if rows:
         heads = ("run", "state", "rounds", "chain", "attacks", "jobs done", "best")
         wide_console().print(rich_table(Table.texts("", heads, rows)))
     else:
         tell(f"no runs in {options.runs}; {NO_RUNS}")
     return 0
-
-
-def _columns(run: Run) -> list[str]:
-    line = run_line(run)
-    done = f"{line.done}/{line.total}" + (" so far" if line.state == "training" else "")
-    done += f", {line.failed} failed" if line.failed else ""
-    reached = "" if line.best is None else f"{line.measure.name} {in_unit(line.best, line.measure)}"
-    return [line.state, f"{line.round}/{line.rounds}", line.chain, ", ".join(line.attacks), done, reached]
 
 
 def stop(options: argparse.Namespace) -> int:

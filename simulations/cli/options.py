@@ -90,9 +90,6 @@ def add_gate(command: argparse.ArgumentParser) -> None:
     path(command, "--junit", "FILE", "write the gate's results as JUnit XML")
 
 
-# --------------------------------------------------- values of options
-
-
 def metric_value(text: str) -> tuple[str, float]:
     """Parse a metric and a finite number: psnr=20."""
     name, _, value = text.partition("=")

@@ -57,7 +57,8 @@ class LocalDeployment:
     def begin(self, name: str) -> None:
         log = self.deployment.log(name)
         self.children[name] = processes.start(self.services[name].command, log, self._environment(name))
-        self._write_facts()
+        facts = {"mark": self.mark, "pids": {service: child.pid for service, child in self.children.items()}}
+        write_bytes(self.deployment.folder / FACTS, json.dumps(facts).encode())
 
     def finish(self, name: str) -> None:
         """Start a service that does its work once, and wait for it.
@@ -91,7 +92,11 @@ class LocalDeployment:
             if name not in self._restart_at:
                 self.deaths[name] = self.deaths.get(name, 0) + 1
                 if self.deaths[name] > DEATHS:
-                    self._give_up(name, status)
+                    message = self.blame(name, f"exit status {status}, {DEATHS} times")
+                    if name in NEEDED:
+                        raise TrainingFailed(message)
+                    self.given_up[name] = message
+                    print(f"fedgauge: it continues without {name}: {message}", file=sys.stderr)
                     continue
                 self._restart_at[name] = now + PAUSE
             elif now >= self._restart_at[name]:
@@ -99,13 +104,6 @@ class LocalDeployment:
                 with suppress(ProcessLookupError):  # what it had started would hold its port, or answer in its place
                     os.killpg(child.pid, signal.SIGKILL)
                 self.begin(name)
-
-    def _give_up(self, name: str, status: int) -> None:
-        message = self.blame(name, f"exit status {status}, {DEATHS} times")
-        if name in NEEDED:
-            raise TrainingFailed(message)
-        self.given_up[name] = message
-        print(f"fedgauge: it continues without {name}: {message}", file=sys.stderr)
 
     def status(self, name: str) -> int | None:
         """A service's exit status, or None while it works."""
@@ -119,7 +117,3 @@ class LocalDeployment:
         home = self.scratch / name
         home.mkdir(exist_ok=True)
         return launch.child_environment(self.scratch, self.mark) | {"FLWR_HOME": str(home)}
-
-    def _write_facts(self) -> None:
-        facts = {"mark": self.mark, "pids": {name: child.pid for name, child in self.children.items()}}
-        write_bytes(self.deployment.folder / FACTS, json.dumps(facts).encode())

@@ -109,11 +109,6 @@ def _succeeded(outcome: AttackOutcome) -> Mask:
     return recovered
 
 
-def _isolated_psnr(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
-    """PSNR of the example that the server attack isolates, in its one-to-one pair; the others do not count."""
-    return NOTHING if outcome.isolated is None else _psnr_of(outcome, np.array(outcome.isolated))
-
-
 def _psnr_of(outcome: AttackOutcome, chosen: Ints) -> Interval:
     """Mean PSNR of one example (n,) of each update."""
     n, size = outcome.psnr.shape
@@ -172,7 +167,7 @@ def _paired(ratio: Callable[[np.ndarray], np.ndarray], n: int) -> Interval:
 # measures that are no means of a metric, each with the metric that it reads
 DERIVED: Mapping[str, tuple[str, Measure]] = {
     "best_psnr": ("psnr", lambda outcome, _: _psnr_of(outcome, outcome.psnr.argmax(1))),
-    "isolated_psnr": ("psnr", _isolated_psnr),
+    "isolated_psnr": ("psnr", lambda outcome, _: _psnr_of(outcome, np.array(outcome.isolated))),
     "success": ("mse", lambda outcome, _: _rate(_succeeded(outcome))),
     "exact": ("psnr", lambda outcome, _: _rate(np.all(outcome.psnr >= PSNR_CAP, axis=1))),
     "verbatim": ("psnr", _verbatim),

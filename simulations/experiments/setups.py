@@ -75,7 +75,8 @@ def build_setup(cell: Setting, seed: int) -> Setup:
     Raises:
         SpecError: data or weights are missing.
     """
-    dataset = _dataset(cell)
+    dataset = _read(tuple(cell.images.table.items()), f"cell {cell.name}: data")
+    dataset = replace(dataset, mean=cell.images.mean or dataset.mean, std=cell.images.std or dataset.std)
     images = replace(cell.images, batch_size=cell.members * cell.images.batch_size)
     shards = _shards(cell, dataset, choose(dataset, images, cell.n * (4 if cell.faintest else 1)), seed)
     with errors_in(f"cell {cell.name}"):
@@ -194,11 +195,6 @@ def _shards(cell: Setting, dataset: Dataset, rows: Sequence[Tensor], seed: int) 
     return ChosenShards(dataset, clients, torch.arange(first, len(dataset.y)), cell.images.batch_size, seed)
 
 
-def _dataset(cell: Setting) -> Dataset:
-    dataset = _read(tuple(cell.images.table.items()), f"cell {cell.name}: data")
-    return replace(dataset, mean=cell.images.mean or dataset.mean, std=cell.images.std or dataset.std)
-
-
 @lru_cache(maxsize=2)
 def _read(items: tuple[tuple[str, Any], ...], where: str) -> Dataset:
     dataset = build(dict(items), where, DATASET)
@@ -228,9 +224,6 @@ def choose(dataset: Dataset, images: Images, n: int) -> list[Tensor]:
         left = [i for i in left if i not in set(taken)]
         batches.append(torch.tensor(taken))
     return batches
-
-
-# -------------------------------------------------------------------------------------------------------- the networks
 
 
 def _pretrain(cell: Setting, fed: Federation) -> str:

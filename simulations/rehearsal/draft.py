@@ -439,7 +439,8 @@ def say_what_differs(
         )
     if double := [name for name, p in model.named_parameters() if p.dtype == torch.float64]:
         draft.note("precision", f"{', '.join(double[:3])} are float64, as in the app")
-    if reported is not None and reported == len(facts["sizes"]) < sum(facts["sizes"]):
+    in_a_round = next((line.value for line in draft.lines if line[:2] == ("[data]", "batch_size")), None)
+    if reported is not None and reported == len(facts["sizes"]) < sum(facts["sizes"]) and reported != in_a_round:
         draft.note(
             "examples", f"clients report {reported} examples, which are batches of {sum(facts['sizes'])} examples"
         )

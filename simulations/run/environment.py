@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def environment() -> dict[str, object]:
     }
 
 
+@cache  # of the code that this process runs
 def package(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -52,6 +54,7 @@ def package(name: str) -> str | None:
         return None
 
 
+@cache
 def _commit() -> str | None:
     """The commit of the code, and whether the code was changed since; None if it has no repository of its own."""
     root = Path(__file__).resolve().parents[2]

@@ -108,33 +108,20 @@ def test_an_attack_is_a_frozen_value(name: str) -> None:
 
 
 @every
-def test_one_answer_for_each_observation(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
-    _, wave, known = seen
-    results = run(name, wave, known)
-    well_formed(results, wave, known)
-    assert [found.status for found in results] == ["converged"] * 3
-
-
-@every
-def test_equal_streams_give_equal_answers_and_the_global_generator_is_left_alone(
+def test_equal_streams_give_equal_answers_and_nothing_is_written_to(
     name: str, seen: tuple[Federation, Wave, Knowledge]
 ) -> None:
-    _, wave, known = seen
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
+    """One answer for each observation; the model and the global generator stay as they were."""
+    fed, wave, known = seen
+    everything: list[Tensor] = [*wave.params.values(), *wave.update.values(), *fed.model.state_dict().values()]
+    kept, state = [t.clone() for t in everything], torch.get_rng_state()
     first, again = run(name, wave, known), run(name, wave, known)
-    assert torch.equal(torch.get_rng_state(), state)
+    well_formed(first, wave, known)
+    assert [found.status for found in first] == ["converged"] * 3
     for a, b in zip(first, again, strict=True):
         assert a.x is not None and b.x is not None
         assert torch.equal(a.x, b.x)
-
-
-@every
-def test_the_observation_and_the_model_are_not_written_to(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
-    fed, wave, known = seen
-    everything: list[Tensor] = [*wave.params.values(), *wave.update.values(), *fed.model.state_dict().values()]
-    kept = [t.clone() for t in everything]
-    run(name, wave, known)
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(everything, kept, strict=True))
     assert all(p.grad is None for p in fed.model.parameters())
 
@@ -154,16 +141,19 @@ GARBAGE: dict[str, Callable[[Tensor], Tensor]] = {
     "one nan": lambda t: torch.where(torch.arange(t.numel()).view(t.shape) == 0, torch.nan, t),
 }
 
+# some attacks decline a batch before they look at its update
+SPOILT = [*((name, 1) for name in GARBAGE), ("largest", 2), ("one nan", 2)]
+
 
 @pytest.mark.product
 @every
-@pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("garbage", SPOILT, ids=str)
 def test_garbage_gives_a_status_never_an_exception(
-    name: str, garbage: str, batch_size: int, seen: tuple[Federation, Wave, Knowledge]
+    name: str, garbage: tuple[str, int], seen: tuple[Federation, Wave, Knowledge]
 ) -> None:
     _, wave, known = seen
-    spoilt = dataclasses.replace(wave, update={k: GARBAGE[garbage](t) for k, t in wave.update.items()})
+    kind, batch_size = garbage
+    spoilt = dataclasses.replace(wave, update={k: GARBAGE[kind](t) for k, t in wave.update.items()})
     known = dataclasses.replace(known, batch_size=batch_size)
     well_formed(run(name, spoilt, known), spoilt, known)
 
@@ -177,6 +167,7 @@ def test_an_attack_ends_when_its_seconds_are_over(name: str, seen: tuple[Federat
 SGD = {"use": "local_sgd", "rate": 0.1}
 MASK = {"use": "mask", "keep": 0.5, "seed": 1}
 NOISE = {"use": "gaussian", "sigma": 0.1}
+SMALL = {"use": "mlp", "hidden": [16]}
 CLIENTS: dict[str, dict[str, Any]] = {
     "batch of three": {"model": {"use": "lenet"}, "data": {"batch_size": 3}},
     "train-mode BatchNorm": {
@@ -185,11 +176,11 @@ CLIENTS: dict[str, dict[str, Any]] = {
     },
     "group": {"model": {"use": "convnet", "width": 1, "norm": "group"}},
     "local steps": {"chain": [{**SGD, "steps": 2, "batch_size": 1}], "data": {"batch_size": 2}},
-    "each clip": {"chain": [{"use": "clip", "max_norm": 0.1, "each": True}, SGD]},
-    "each mask": {"chain": [{**MASK, "each": True}, SGD]},
-    "mask": {"chain": [SGD, MASK]},
-    "sign": {"chain": [SGD, {"use": "sign"}, NOISE]},
-    "prune": {"chain": [{"use": "prune", "keep": 0.01}, SGD, NOISE]},
+    "each clip": {"model": SMALL, "chain": [{"use": "clip", "max_norm": 0.1, "each": True}, SGD]},
+    "each mask": {"model": SMALL, "chain": [{**MASK, "each": True}, SGD]},
+    "mask": {"model": SMALL, "chain": [SGD, MASK]},
+    "sign": {"model": SMALL, "chain": [SGD, {"use": "sign"}, NOISE]},
+    "prune": {"model": SMALL, "chain": [{"use": "prune", "keep": 0.01}, SGD, NOISE]},
 }
 
 

@@ -204,7 +204,10 @@ def run(tmp_path: Path) -> Run:
     return start
 
 
-def test_a_plug_in_adds_components_that_a_scenario_can_name(install: Install, run: Run) -> None:
+def test_a_plug_in_adds_components_that_a_scenario_can_name_unless_an_owner_lists_packages(
+    install: Install, run: Run
+) -> None:
+    """A deployed client reads its owner's file: there an installed package is not allowed by being installed."""
     install("gadgets")
     install(
         "widgets",
@@ -223,12 +226,25 @@ print(resolve({"use": "clip"}, "", TRANSFORM).__module__, resolve({"use": "local
 print(attempt("twice", TRANSFORM, by=1.0))
 with allowing(["thirds"], plug_ins=False):
     print(type(attempt("twice", TRANSFORM, by=1.0)).__module__)
+import subprocess, sys
+with allowing([], plug_ins=False):
+    print(attempt("scaled", TRANSFORM, by=1.0), attempt("gadgets:scaled", TRANSFORM, by=1.0))
+    print("scaled" in TRANSFORM.names(), attempt("clip", TRANSFORM, max_norm=1.0))
+    code = "from fedgauge.client.federation import TRANSFORM; print('scaled' in TRANSFORM.names())"
+    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
+with allowing(["gadgets"], plug_ins=False):
+    print(attempt("scaled", TRANSFORM, by=1.0), attempt("gadgets:scaled", TRANSFORM, by=1.0))
+with allowing(["other"]):
+    print(attempt("scaled", TRANSFORM, by=1.0))
 """)
     assert printed[:3] == ["scaled(by=2.0) mnist5k", "0.25", "True True True"]
     assert "did you mean 'grey'" in printed[3]
     assert printed[4] == "fedgauge.defenses.clip fedgauge.client.local_training", "no plug-in takes a name of ours"
     assert "thirds and widgets" in printed[5], "neither of two of one name is taken"
     assert printed[6] == "thirds", "only the package that is allowed counts"
+    assert "unknown component 'scaled'" in printed[7] and "'gadgets:scaled' is not allowed" in printed[7]
+    assert printed[8:10] == ["False clip(max_norm=1.0)", "False"], "nor in processes that it starts"
+    assert printed[10:] == ["scaled(by=1.0) scaled(by=1.0)", "scaled(by=1.0)"]
 
 
 def test_a_plug_in_that_fails_or_is_no_component_is_named_and_the_rest_works(install: Install, run: Run) -> None:
@@ -247,26 +263,6 @@ print(attempt("scaled", TRANSFORM, by=3), attempt("clip", TRANSFORM, max_norm=1.
     assert all("is not a link of a chain" in line for line in printed[2:5])
     assert "gave int" in printed[5]
     assert printed[6] == "scaled(by=3.0) clip(max_norm=1.0)"
-
-
-def test_where_an_owner_decides_only_listed_packages_count(install: Install, run: Run) -> None:
-    """As a deployed client reads its owner's file: an installed package is not allowed by being installed."""
-    install("gadgets")
-    printed = run("""
-import subprocess, sys
-with allowing([], plug_ins=False):
-    print(attempt("scaled", TRANSFORM, by=1.0), attempt("gadgets:scaled", TRANSFORM, by=1.0))
-    print("scaled" in TRANSFORM.names(), attempt("clip", TRANSFORM, max_norm=1.0))
-    code = "from fedgauge.client.federation import TRANSFORM; print('scaled' in TRANSFORM.names())"
-    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
-with allowing(["gadgets"], plug_ins=False):
-    print(attempt("scaled", TRANSFORM, by=1.0), attempt("gadgets:scaled", TRANSFORM, by=1.0))
-with allowing(["other"]):
-    print(attempt("scaled", TRANSFORM, by=1.0))
-""")
-    assert "unknown component 'scaled'" in printed[0] and "'gadgets:scaled' is not allowed" in printed[0]
-    assert printed[1:3] == ["False clip(max_norm=1.0)", "False"], "nor in processes that it starts"
-    assert printed[3:] == ["scaled(by=1.0) scaled(by=1.0)", "scaled(by=1.0)"]
 
 
 def test_fedgauge_is_one_package() -> None:

@@ -239,9 +239,7 @@ def test_defenses_of_the_update_compose_in_every_order_and_position(first: str, 
 
 def makes_sense(composed: Chain) -> bool:
     """Whether a federation would take this order."""
-    try:
-        composed.check()
-    except ValueError:
+    if list(composed.faults()):
         return False
     local = composed.links.index(composed.local)
     return not any(isinstance(link, StatefulTransform) for link in composed.links[:local])
@@ -308,7 +306,7 @@ def test_the_attackers_form_can_be_differentiated(name: str) -> None:
         return torch.cat([t.flatten() for t in client(PARAMS, Batch(x, BATCH.y), None).values()])
 
     x = BATCH.x.clone().requires_grad_()
-    assert torch.autograd.gradcheck(of_x, x, eps=1e-7, atol=1e-5)
+    assert torch.autograd.gradcheck(of_x, x, eps=1e-7, atol=1e-5, fast_mode=True)
     (g,) = torch.autograd.grad(of_x(x).square().sum(), x)
     if name != "clip":  # a clipped update always has the same norm
         assert g.abs().max() > 1e-8

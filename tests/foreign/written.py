@@ -79,12 +79,15 @@ SHAPES: dict[str, dict[str, str]] = {
     "plain": {},
     # --------------------------------------------------------------------------------------------- the training
     "epochs": {
+        "further": "def get_model(width: int) -> nn.Module:\n    return Net(width)\n\n\n",
+        "network": "get_model(3)",
+        "start": "get_model(3).state_dict()",
         "optimizer": """optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)""",
         "train": """for _ in range(3):
     for images, labels in DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True):
         optimizer.zero_grad()
-        nn.CrossEntropyLoss(label_smoothing=0.1)(net(images), labels).backward()
+        nn.CrossEntropyLoss(label_smoothing=0.1)(net((images - 0.3) / 0.2), labels).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
         schedule.step()""",
@@ -288,12 +291,6 @@ grid.send_and_receive([Message(RecordDict(), node, "train.count") for node in no
 """ + PLAIN["server"],
     },
     # ---------------------------------------------------------------------------------------------- the network
-    "factory": {
-        "further": "def get_model(width: int) -> nn.Module:\n    return Net(width)\n\n\n",
-        "network": "get_model(3)",
-        "train": "nn.functional.cross_entropy(net((x - 0.3) / 0.2), y).backward()\noptimizer.step()",
-        "start": "get_model(3).state_dict()",
-    },
     "library": {
         "imports": "from torchvision.models import resnet18\n",
         "count": "2",

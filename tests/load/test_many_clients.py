@@ -19,7 +19,7 @@ from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.in_memory import MemoryGrid
 from tests.load.memory_use import MB, MemoryUse, audit, in_a_process, train
 
-CLIENTS, ROUNDS = 50, 10
+CLIENTS, ROUNDS = 50, 6
 TABLES = {
     "rounds": ROUNDS,
     "clients": CLIENTS,

@@ -7,6 +7,7 @@ differ from plain autograd's in float64.
 import fedgauge.client  # isort: skip  # mends torchvision before anything can import it
 
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +28,8 @@ from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.chain import chain
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params
-from fedgauge.simulations.benchmarks.__main__ import main
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure, interleaved
+from fedgauge.simulations.benchmarks.__main__ import RESULTS
+from fedgauge.simulations.benchmarks.reporting import Figure, interleaved, keep
 from fedgauge.simulations.run.environment import one_thread
 from tests.zoo import text
 from tests.zoo.networks import CLASSES, Network, networks
@@ -40,7 +41,15 @@ EQUAL = 1e-9
 PROCESSES = 2
 
 
-def zoo() -> BenchmarkReport:
+SETTINGS: Mapping[str, object] = dict(
+    attack="cosine distance, one local step, one example", iterations=ITERATIONS, repetitions=REPETITIONS, threads=1,
+    clock="CPU seconds, medians of interleaved repetitions, float32; networks of the full suite only are not timed",
+    compared="objective and slopes with plain autograd in float64, relative 1e-9", processes=PROCESSES,
+    seeds="weights 0, examples 1, updates 2",
+)  # fmt: skip
+
+
+def zoo() -> list[Mapping[str, object]]:
     """Every network of the zoo."""
     rows: list[Mapping[str, object]] = []
     with one_thread(), warnings.catch_warnings():
@@ -49,11 +58,11 @@ def zoo() -> BenchmarkReport:
         with ProcessPoolExecutor(PROCESSES, get_context("spawn"), _start) as pool:
             rows += pool.map(_row_of, [n.name for n in chosen])
         rows += text.rows()
-    return report(rows)
+    return rows
 
 
-def report(rows: Sequence[Mapping[str, object]]) -> BenchmarkReport:
-    """The rows with their counts and the extremes of the costs."""
+def figures_of(rows: Sequence[Mapping[str, object]]) -> list[Figure]:
+    """The counts of rows, and the extremes of their costs."""
     outcomes = Counter(str(row["outcome"]) for row in rows)
     costs = {(k, str(row["network"])): row[f"cost at {k}"] for row in rows for k in TOGETHER if f"cost at {k}" in row}
     figures = [
@@ -69,13 +78,7 @@ def report(rows: Sequence[Mapping[str, object]]) -> BenchmarkReport:
         worst = max(own, key=lambda name: own[name])
         middle = Figure(f"an iteration / the plain loop's, K = {k}, median", median(own.values()), "x")
         figures += [middle, Figure(f"the same, K = {k}, worst", own[worst], "x", at_most=1.1, note=worst)]
-    settings = dict(
-        attack="cosine distance, one local step, one example", iterations=ITERATIONS, repetitions=REPETITIONS, threads=1,
-        clock="CPU seconds, medians of interleaved repetitions, float32; networks of the full suite only are not timed",
-        compared="objective and slopes with plain autograd in float64, relative 1e-9", processes=PROCESSES,
-        seeds="weights 0, examples 1, updates 2",
-    )  # fmt: skip
-    return BenchmarkReport(tuple(figures), settings, tuple(rows))
+    return figures
 
 
 def _start() -> None:
@@ -195,4 +198,7 @@ def _repeated(work: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(["zoo"], {"zoo": zoo}))
+    started, rows = time.monotonic(), zoo()
+    figures = figures_of(rows)
+    print(*figures, sep="\n")
+    sys.exit(keep(RESULTS / "zoo.json", "zoo", started, figures, SETTINGS, rows))

@@ -135,7 +135,7 @@ def test_results_do_not_depend_on_the_memory_limit(
     attack: GradientMatching, restarts: int, places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wave, known, _ = scene(5, 1)
-    together = attack.reconstruct(wave, known, Budget(24, restarts), streams(*range(5)))
+    together = attack.reconstruct(wave, known, Budget(8, restarts), streams(*range(5)))
     two: list[int] = []
 
     def measured(work: Callable[[], object], device: torch.device) -> int:
@@ -147,7 +147,7 @@ def test_results_do_not_depend_on_the_memory_limit(
     held = attack.search.state_per_variable * 5 * restarts * 64 * 8
     monkeypatch.setattr(batch_limiter, "free_bytes", lambda device: int((1.05 * two[0] + held) / batch_limiter.SHARE))
     seen = widths(monkeypatch)
-    apart = attack.reconstruct(wave, known, Budget(24, restarts), streams(*range(5)))
+    apart = attack.reconstruct(wave, known, Budget(8, restarts), streams(*range(5)))
     assert max(seen) == places, "the dry pass, and every evaluation"
     for one, other in zip(together, apart, strict=True):
         assert one.x is not None and other.x is not None

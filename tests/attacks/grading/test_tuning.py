@@ -169,12 +169,12 @@ def test_tuning_finds_a_stronger_prior_under_noise(tmp_path: Path) -> None:
 def test_the_choice_reads_no_update_and_is_made_once(tmp_path: Path) -> None:
     seen = wave()
     blank = replace(seen, update={k: torch.full_like(t, math.nan) for k, t in seen.update.items()})
-    first = tuned(tmp_path / "a", seen, bayes(), 10)
-    assert tuned(tmp_path / "b", blank, bayes(), 10)[1] == first[1]
-    assert tuned(tmp_path / "a", seen.of([2]), bayes(), 10)[1] == first[1]
+    first = tuned(tmp_path / "a", seen, bayes(), 3)
+    assert tuned(tmp_path / "b", blank, bayes(), 3)[1] == first[1]
+    assert tuned(tmp_path / "a", seen.of([2]), bayes(), 3)[1] == first[1]
     assert len(list((tmp_path / "a").glob("*.safetensors"))) == 1
     moved = replace(seen, params={k: t + 0.1 for k, t in seen.params.items()})
-    tuned(tmp_path / "a", moved, bayes(), 10)
+    tuned(tmp_path / "a", moved, bayes(), 3)
     assert len(list((tmp_path / "a").glob("*.safetensors"))) == 2, "other weights are tuned anew"
 
 
@@ -245,7 +245,7 @@ def test_a_generator_is_trained_once_for_the_trials_of_all_rounds(
     monkeypatch.setenv("FEDGAUGE_CACHE", str(tmp_path))
     fed, attack = federation(), gifd(latent=4, width=4, training=3)
     for round in (1, 2):
-        tuning = Tuning(ImageModality(fed.shards.dataset), Budget(10), 4, 0, round, TensorCache(tmp_path / str(round)))
+        tuning = Tuning(ImageModality(fed.shards.dataset), Budget(2), 4, 0, round, TensorCache(tmp_path / str(round)))
         assert tuning.of(attack, public_knowledge(fed), wave())[1].startswith("tuned")
     assert len(trained) == 1
     everybody = public_knowledge(fed).auxiliary

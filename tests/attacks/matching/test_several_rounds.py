@@ -44,11 +44,11 @@ def rounds(known: Knowledge, records: Sequence[Batch]) -> list[Wave]:
 
 
 def follow(
-    attack: several_rounds, known: Knowledge, waves: Sequence[Wave]
+    attack: several_rounds, known: Knowledge, waves: Sequence[Wave], iterations: int = 200
 ) -> tuple[list[Reconstruction], list[ClientState]]:
     memories, found = [attack.initial()], []
     for wave in waves:
-        (one,), memories = attack.advance(wave, known, Budget(200), [partial(generator, wave.round)], memories)
+        (one,), memories = attack.advance(wave, known, Budget(iterations), [partial(generator, wave.round)], memories)
         found.append(one)
     return found, memories
 
@@ -82,7 +82,7 @@ def test_memory_is_limited_and_survives_the_process(tmp_path: object) -> None:
     attack = several_rounds(most=2)
     known = knowledge(chain(local_sgd(0.1)))
     waves = rounds(known, [record(0)] * 3)
-    _, (memory,) = follow(attack, known, waves)
+    _, (memory,) = follow(attack, known, waves, 2)
     assert int(memory["rounds"]) == 2
     torch.testing.assert_close(memory["1/update/1.bias"], waves[2].update["1.bias"][0])
     torch.testing.assert_close(memory["0/params/1.weight"], waves[1].params["1.weight"])

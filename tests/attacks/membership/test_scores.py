@@ -281,8 +281,9 @@ def test_a_score_needs_public_examples() -> None:
     alone = replace(found.candidates, known=replace(known, auxiliary=None))
     with pytest.raises(ValueError, match="auxiliary"):
         SCORES["label_frequency"](replace(found, candidates=alone))
-    with pytest.raises(ValueError, match="public"):
-        RestOfBatch.of_population(replace(found.candidates, batch=people(1, "others")))
+    for count in 0, 1:  # a half of the public examples may be empty
+        with pytest.raises(ValueError, match="public"):
+            RestOfBatch.of_population(replace(found.candidates, batch=people(count, "others")))
 
 
 @pytest.mark.parametrize("latent", [4, 64])

@@ -120,7 +120,7 @@ def test_pooling_reads_the_objective_and_the_restarts_alone(make_federation: Any
 )
 def test_embedded_rows_come_back_too(model: dict[str, Any], make_federation: Any, observe: Any) -> None:
     fed = rows_of(make_federation, 1, **model)
-    (found,) = audited(fed, observe(fed, (0,)), tableak(), Budget(200, 2))
+    (found,) = audited(fed, observe(fed, (0,)), tableak(), Budget(100, 2))
     assert found.status == "converged", found.reason
     assert share_right(fed, found, 0) >= 70
 

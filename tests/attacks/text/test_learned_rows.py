@@ -25,13 +25,12 @@ SMALL = learned_rows(hidden=64)
 @pytest.mark.parametrize(
     ("data", "links", "least"),
     [
-        (SPOKEN, SGD, 80),
         (SPOKEN, chain(prune(0.1), local_sgd(1.0)), 70),
         (SPOKEN, chain(gaussian(0.005), local_sgd(1.0)), 70),
         (SPOKEN, chain(sign(), local_sgd(1.0)), 60),
         (CLASSIFIED, SGD, 25),
     ],
-    ids=["none", "prune", "noise", "sign", "classification"],
+    ids=["prune", "noise", "sign", "classification"],
 )
 def test_positions_are_read_from_rows_behind_every_chain_that_is_known(data: Text, links: Chain, least: float) -> None:
     wave, known, truth = threat(data, 400, links, clients=20)

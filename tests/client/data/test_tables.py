@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgauge.client.components import SpecError, build
+from fedgauge.client.components import SpecError, build, call
 from fedgauge.client.data.tables import adult, census, german_credit, table
 from fedgauge.client.federation import DATASET
 from fedgauge.client.models.columns import MISSING, Column, Columns
@@ -129,7 +129,9 @@ def test_files_that_are_no_tables_are_refused(
     if path != "none.csv":
         written(tmp_path / path, text)
     with pytest.raises(SpecError, match=name):
-        build({"use": "table", "path": path, "label": "income", **arguments}, "[data]", DATASET)
+        call(
+            build({"use": "table", "path": path, "label": "income", **arguments}, "[data]", DATASET).check, {}, "[data]"
+        )
 
 
 def test_gaps_line_breaks_and_codes_are_read_as_they_are_written(tmp_path: Path) -> None:

@@ -159,10 +159,10 @@ def test_every_stock_strategy_goes_on_to_the_same_bits(
         strategy |= {"server_momentum": 0.9, "server_learning_rate": 0.7}
     if use in ("FedAdam", "FedYogi"):
         strategy |= {"beta_1": 0.9, "beta_2": 0.99}
-    whole, run = (make(kit, tmp_path / name, strategy=strategy, rounds=3) for name in ("whole", "run"))
+    whole, run = (make(kit, tmp_path / name, strategy=strategy, rounds=2) for name in ("whole", "run"))
     train(kit, whole)
     with monkeypatch.context() as patched:
-        stop_after(patched, 2)
+        stop_after(patched, 1)
         with pytest.raises(Killed):
             train(kit, run)
     train(kit, run, draw=1)

@@ -116,6 +116,7 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
             {"modle": {}},
             "unknown key 'modle' (a scenario has: attack, audit, canaries, chain, clients, data, guard, loss, model, privacy, ",
         ),
+        ({"modle": {}}, "; did you mean 'model'?"),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
         ({"clients": "four"}, "clients must be an integer, got 'four'"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
@@ -137,9 +138,9 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
             {"attack": [{"use": "dlg", "name": "mean_image"}]},
             "[[attack]]: two attacks are called 'mean_image'",
         ),
-        ({"audit": {"rounds": [0]}}, "[audit]: rounds must lie in 1..3, got 0"),
+        ({"audit": {"rounds": [0]}}, "[audit]: rounds must be in 1..3, got 0"),
         ({"audit": {"rounds": 2}}, "[audit]: rounds must be a list, each an integer, got 2"),
-        ({"audit": {"clients": [4]}}, "[audit]: clients must lie in 0..3, got 4"),
+        ({"audit": {"clients": [4]}}, "[audit]: clients must be in 0..3, got 4"),
         ({"audit": {"every": 0}}, "[audit]: every must be at least 1, got 0"),
         ({"audit": {"devices": 0}}, "[audit]: devices must be a string or a list, each a string, got 0"),
         ({"audit": {"precision": "fp16"}}, "[audit]: precision must be one of 'ieee', 'tf32', got 'fp16'"),
@@ -152,7 +153,7 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
         ({"audit": {"rounds": [1], "every": 2}}, "[audit]: every has no effect"),
         ({"audit": {"curious": "no"}}, "[audit]: curious must be true or false, got 'no'"),
         ({"model": {"use": "mlp", "hidden": [2**63]}}, "[model]: hidden[0] must fit in 64 bits"),
-        ({"simulation": {"round_timeout": 0}}, "[simulation]: round_timeout must be above 0, got 0.0"),
+        ({"simulation": {"round_timeout": 0}}, "[simulation]: round_timeout must be above 0, got 0"),
         ({"stragglers": {"probability": 1.0}}, "[stragglers]: probability must be at least 0 and below 1, got 1.0"),
         ({"chain": [CLIP]}, "[[chain]]: a chain needs one local_sgd, local_training or scaffold"),
         (
@@ -163,12 +164,12 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
     ids=str,
 )
 def test_mistakes_name_file_table_value_and_what_is_allowed(
-    kit: Any, tmp_path: Path, changes: dict[str, Any], words: list[str]
+    kit: Any, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     path = write(tmp_path, kit.tables(**changes))
     with pytest.raises(SpecError) as mistake:
         Scenario.load(path)
-    assert str(mistake.value).startswith(f"{path}: ") and all(word in str(mistake.value) for word in words)
+    assert str(mistake.value).startswith(f"{path}: ") and words in str(mistake.value)
 
 
 @pytest.mark.parametrize("missing", ["rounds", "clients", "data", "model"])

@@ -181,7 +181,7 @@ def test_inconsistent_weights_take_a_secure_sum_apart(make_scenario: Callable[..
         "secure_sum": {"group": 3},
         "model": {"use": "lenet"},
         "data": {"use": "mnist5k", "batch_size": 1, "auxiliary": 200},
-        "attack": [TARGET, {"use": "inverting_gradients", "iterations": 300}],
+        "attack": [TARGET, {"use": "inverting_gradients", "iterations": 120}],
     }
     honest = begun(tmp_path / "honest", make_scenario(**tables | {"attack": tables["attack"][1:]}))  # type: ignore[index]
     dishonest = begun(tmp_path / "dishonest", malicious_setup(make_scenario, DEAD, **tables))
@@ -271,7 +271,7 @@ def test_statistics_of_altered_weights_are_not_averaged(make_scenario: Callable[
             make_scenario,
             {**FISHING, "target": target, "clients": [1], "rounds": [1]},
             rounds=1,
-            model={"use": "convnet", "width": 4, "mode": "train"},
+            model={"use": "convnet", "width": 1, "mode": "train"},
         )
         run = begun(tmp_path / str(target), scenario)
         train(run)

@@ -23,6 +23,9 @@ class App:
 
     foreign = True
 
+    def meta(self) -> dict[str, str]:
+        return {}
+
     def nodes(self) -> dict[int, str]:
         return {0: "1"}
 
@@ -47,3 +50,14 @@ def test_clients_may_report_their_batches(step: int, doubtful: bool) -> None:
     app: Any = Batches()
     chain = [{"use": "freeze"}, {"use": "local_training", "batch_size": step}]
     assert bool(other_sizes(app, {"data": {"batch_size": 91}, "chain": chain})) is doubtful
+
+
+def test_an_update_computed_again_proves_the_number_of_examples() -> None:
+    """Augmented examples differ in each epoch, so that a round of 2 epochs over 48 holds 96."""
+
+    class Proved(App):
+        def meta(self) -> dict[str, str]:
+            return {"replay": "ok"}
+
+    app: Any = Proved()
+    assert not other_sizes(app, {"data": {"batch_size": 96}})

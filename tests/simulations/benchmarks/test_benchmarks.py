@@ -2,21 +2,23 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from fedgauge.client.models.vision import lenet
-from fedgauge.simulations.benchmarks.__main__ import BENCHMARKS, RESULTS, main
+from fedgauge.simulations.benchmarks.__main__ import RESULTS
 from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, DIGITS, PUBLISHED, SpeedCase, engine, problem
-from fedgauge.simulations.benchmarks.reporting import BenchmarkReport, Figure
+from fedgauge.simulations.benchmarks.reporting import Figure, keep
+from tests.zoo.measure import SETTINGS, figures_of
 
 
-def by_name(report: BenchmarkReport) -> dict[str, Figure]:
-    figures = {f"{f.name} [{f.unit}]": f for f in report.figures}
-    assert len(figures) == len(report.figures), "two figures have one name"
-    json.dumps(dict(report.settings), allow_nan=False)
+def by_name(found: Iterable[Figure]) -> dict[str, Figure]:
+    every = list(found)
+    figures = {f"{f.name} [{f.unit}]": f for f in every}
+    assert len(figures) == len(every), "two figures have one name"
     return figures
 
 
@@ -55,10 +57,6 @@ def test_the_engine_benchmark_compares_every_case(monkeypatch: pytest.MonkeyPatc
 # ------------------------------------------------------------------------------------------- command line, results
 
 
-def report(value: float | None, **target: float) -> BenchmarkReport:
-    return BenchmarkReport((Figure("speed", value, "x", **target),), {"seed": 3, "sizes": [1, 2]})
-
-
 @pytest.mark.parametrize(
     ("figure", "target", "met"),
     [
@@ -74,9 +72,10 @@ def test_a_target_is_met_or_not(figure: Figure, target: str, met: bool | None) -
     assert (figure.target, figure.met) == (target, met)
 
 
-def test_results_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([], {"toy": lambda: report(7.25, at_least=6.0)}, tmp_path) == 0
-    assert "speed  7.25  x  >= 6  yes" in capsys.readouterr().out
+def test_results_are_kept_and_shown(tmp_path: Path) -> None:
+    speed = Figure("speed", 7.25, "x", at_least=6.0)
+    assert str(speed) == "speed  7.25  x  >= 6  yes"
+    assert keep(tmp_path / "toy.json", "toy", 0.0, [speed], {"seed": 3, "sizes": [1, 2]}) == 0
     kept = json.loads((tmp_path / "toy.json").read_text())
     figure = {"name": "speed", "value": 7.25, "unit": "x", "target": ">= 6", "met": True, "note": ""}
     assert (kept["benchmark"], kept["figures"]) == ("toy", [figure])
@@ -86,12 +85,19 @@ def test_results_are_kept_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert kept["date"].endswith(" UTC")
 
 
-def test_a_missed_target_is_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    toys = {"slow": lambda: report(1.0, at_least=6.0), "fine": lambda: report(9.0, at_least=6.0)}
-    assert main(["slow", "fine"], toys, tmp_path) == 1
-    assert "NO" in capsys.readouterr().out
+def test_a_missed_target_is_the_exit_status(tmp_path: Path) -> None:
+    slow, fine = (Figure("speed", value, "x", at_least=6.0) for value in (1.0, 9.0))
+    assert keep(tmp_path / "toys.json", "toys", 0.0, [slow, fine], {}) == 1
+    assert "NO" in str(slow)
 
 
 def test_the_results_of_every_benchmark_are_kept() -> None:
     stored = [json.loads(path.read_text()) for path in RESULTS.rglob("*.json")]
-    assert {r["benchmark"] for r in stored} == {*BENCHMARKS, "gpu", "zoo"}
+    assert {r["benchmark"] for r in stored} == {"engine", "gpu", "zoo"}
+
+
+def test_the_zoo_keeps_its_rows(tmp_path: Path) -> None:
+    row = {"network": "mine", "family": "own", "outcome": "attacked", "cost at 1": 1.0, "cost at 4": 0.5}
+    assert keep(tmp_path / "zoo.json", "zoo", 0.0, figures_of([row]), SETTINGS, [row]) == 0
+    kept = json.loads((tmp_path / "zoo.json").read_text())
+    assert kept["rows"] == [row] and kept["figures"][1]["value"] == 1

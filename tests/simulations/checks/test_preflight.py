@@ -97,13 +97,14 @@ def test_preflight_and_doctor_call_a_lenet_exact() -> None:
 
 
 def test_an_example_that_alone_excites_a_neuron_is_reported() -> None:
-    """By hand: of 1,000 random neurons nearly every one of two digits has one of its own; clipping each leaves the quotient."""
-    wide = preflight(scenario(model={**MLP, "hidden": [1000]}, data={"use": "mnist5k", "batch_size": 2}))
+    """By hand: of 300 random neurons nearly every one of two digits has one of its own; clipping each leaves the quotient."""
+    data = {"use": "mnist5k", "batch_size": 2, "auxiliary": 200}
+    wide = preflight(scenario(model={**MLP, "hidden": [300]}, data=data))
     assert finding(wide, "read off 16 of 16 simulated", "(read_rows").severity == "leaks"
     narrow = preflight(scenario(model={**MLP, "hidden": [2]}, data={"use": "mnist5k", "batch_size": 64}))
     assert finding(narrow, "read_rows").severity == "note"
     chain = [SGD, {"use": "gaussian", "sigma": 0.1}]
-    noisy = preflight(scenario(data={"use": "mnist5k", "batch_size": 2}, chain=chain))
+    noisy = preflight(scenario(data=data, chain=chain))
     assert finding(noisy, "read_rows").severity == "note", "noise disturbs what it reads"
 
 
@@ -117,7 +118,8 @@ def test_an_example_that_alone_excites_a_neuron_is_reported() -> None:
     ids=["clip each", "mixup", "ats"],
 )
 def test_what_leaves_the_quotient_of_a_row_does_not_hide_what_was_trained_on(link: dict[str, Any]) -> None:
-    wide = scenario(model={**MLP, "hidden": [500]}, data={"use": "mnist5k", "batch_size": 2}, chain=[link, SGD])
+    data = {"use": "mnist5k", "batch_size": 2, "auxiliary": 200}
+    wide = scenario(model={**MLP, "hidden": [200]}, data=data, chain=[link, SGD])
     assert finding(preflight(wide), "read off", "(read_rows").severity == "leaks"
 
 

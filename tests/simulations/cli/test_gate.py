@@ -19,6 +19,7 @@ from fedgauge.server.views.snapshot import read_once
 from fedgauge.simulations.checks.preflight import preflight as examine
 from fedgauge.simulations.cli.main import main
 from tests.simulations.cli.conftest import TABLES, scenario_file, taped_run
+from tests.small_runs import in_this_process
 
 
 def gate(of: str, *words: str) -> int:
@@ -229,6 +230,7 @@ def test_the_commands_of_the_workflow_work(
 ) -> None:
     """In order, in one folder, on a scenario whose noise hides everything."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
     scenario_file(tmp_path, chain=NOISE, attack=[{"use": "analytic"}, {"use": "membership"}]).rename("scenario.toml")
     commands = [shlex.split(line, comments=True) for line in script().splitlines()]
     ours = [words[1:] for words in commands if words[0] == "fedgauge"]

@@ -102,16 +102,16 @@ def by_example(ledger: Ledger) -> dict[tuple[object, ...], float]:
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(tmp_path: Path) -> None:
-    """TLS, node authentication, three clients with files of their own, a Ray cluster: the same updates, bit for bit."""
+    """TLS, node authentication, two clients with files of their own, a Ray cluster: the same updates, bit for bit."""
     folder = tmp_path / "federation"
     assert (
-        cli.main(["deploy", "init", str(folder), "--clients", "3", "--sampling", "agreed", "--grading", "scores"]) == 0
+        cli.main(["deploy", "init", str(folder), "--clients", "2", "--sampling", "agreed", "--grading", "scores"]) == 0
     )
     deployment = Deployment.open(folder)
     command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "deploy", "up", str(folder), "--local"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
-    assert "ending the services" in done.stderr and " of 3 clients" not in done.stderr, "all took part"
+    assert "ending the services" in done.stderr and " of 2 clients" not in done.stderr, "all took part"
     assert "graded by the clients, to 0.5 dB" in done.stdout and "no client grades labels" in done.stdout
     run = Run.open(Path(done.stdout.strip().splitlines()[-1]))
     assert run.folder == deployment.runs()[0].folder
@@ -121,19 +121,19 @@ def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(tmp_path: Path
     in_memory.train(simulated)
     with run.ledger() as ours, simulated.ledger() as theirs:
         found, expected = ([tuple(o) for o in ledger.observations()] for ledger in (ours, theirs))
-        assert found == expected and len(found) == 9, "round, client, what became of it, examples, digest"
+        assert found == expected and len(found) == 6, "round, client, what became of it, examples, digest"
         accuracies = [[(r["round"], r["accuracy"], r["loss"]) for r in ledger.rounds()] for ledger in (ours, theirs)]
         assert accuracies[0] == accuracies[1]
         serve(simulated, LocalExecutor())
         told, truth = (by_example(ledger) for ledger in (ours, theirs))
-        assert told.keys() == truth.keys() and len(told) == 9 * 7, (
+        assert told.keys() == truth.keys() and len(told) == 6 * 7, (
             "two attacks, their wrong clients, and three baselines"
         )
         # quantised to 0.5 dB by each client, and capped; packed differently, an attack's last digits differ
         assert max(abs(told[key] - min(truth[key], 60.0)) for key in told) <= 0.25 + 0.05
         progress = ours.progress()
-        assert (progress.done, progress.failed, progress.waiting) == (45, 0, 0)
+        assert (progress.done, progress.failed, progress.waiting) == (30, 0, 0)
         graded = [r["value"] for r in ours.scores("psnr") if r["attack"] == "analytic"]
-        assert len(graded) == 9 and min(graded) >= 60, "the first layer's gradient holds the image exactly"
+        assert len(graded) == 6 and min(graded) >= 60, "the first layer's gradient holds the image exactly"
     mark = json.loads((folder / "up.json").read_text())["mark"]
     assert processes.marked(mark) == []

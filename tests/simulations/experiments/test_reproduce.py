@@ -202,11 +202,13 @@ def test_missing_data_is_one_sentence_and_status_2(
 
 
 def small(cell: Setting) -> Setting:
-    """The same cell with an attacker who has few images."""
+    """The same cell with an attacker who has few images and trains a generator for a few steps."""
 
     def poor(spec: AttackSpec) -> AttackSpec:
         if spec.table["use"] == "lamp":
             return replace(spec, table={**spec.table, "draws": 2, "orders": 2, "candidates": 4, "lm_steps": 5})
+        if spec.table["use"] in ("gifd", "gi_gip"):
+            return replace(spec, table={**spec.table, "training": 5})
         sizes = dict.fromkeys({"size", "pseudo"} & (spec.auxiliary or {}).keys(), 64)
         return spec if spec.auxiliary is None else replace(spec, auxiliary={**spec.auxiliary, **sizes})
 

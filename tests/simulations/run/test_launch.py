@@ -1,10 +1,9 @@
-"""What a training starts ends with it, however it ends, and serves nobody else."""
+"""What a training starts ends with it, however it ends."""
 
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,6 @@ import pytest
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run import launch, processes
-from fedgauge.simulations.run.launch import TrainingProcess
-from tests.hostile_folder import hostile
-from tests.listening import LOOPBACK, listening
 from tests.small_runs import SMALLEST
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
@@ -78,37 +74,8 @@ def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(
     assert not training.scratch.exists()
 
 
-@linux
-@pytest.mark.slow
-def test_a_training_listens_on_the_loopback_address_alone_and_starts_nothing_that_takes_an_app(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A SuperLink would take one from any user of the machine, and Ray's own default is every interface.
-
-    Nor do its clients load what lies in the folder where the command is given, which Ray has them search first.
-    """
-    run = Run.create(tmp_path / "run", Scenario.from_tables(SMALLEST | {"rounds": 200}))
-    monkeypatch.chdir(hostile(tmp_path / "theirs"))
-    with closing(TrainingProcess(run)) as training:
-        _until(lambda: training.status() is not None or _rounds(run) >= 1)
-        assert training.status() is None, run.log("flower.log").read_text()[-3000:]
-        pids = processes.marked(training.mark)
-        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
-        token = (training.scratch / "ray-token").read_bytes()
-        found = listening(pids)
-    assert len({port for _, port in found}) >= 4, "Ray's head, node and workers"
-    assert {address for address, _ in found} == {LOOPBACK}
-    assert not any(b"superlink" in command or token in command for command in commands)
-    assert not (tmp_path / "theirs" / "ran").exists()
-
-
 def _until(happens: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not happens():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
-
-
-def _rounds(run: Run) -> int:
-    with run.ledger() as ledger:
-        return len(ledger.rounds())

@@ -9,9 +9,10 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fedgauge.attacks.grading.replay import TOLERANCE
@@ -24,6 +25,8 @@ from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.launch import TrainingFailed, TrainingProcess
 from fedgauge.simulations.run.processes import marked
+from tests.hostile_folder import hostile
+from tests.listening import LOOPBACK, listening
 
 OURS = uuid.uuid4().hex
 FEDGAUGE = (sys.executable, "-m", "fedgauge.simulations.cli.main")
@@ -77,13 +80,28 @@ def marked_processes() -> list[int]:
 
 
 def run_small(folder: Path) -> None:
+    """Run it from a folder with somebody else's package fedgauge, and note in exposed.json what its processes show to others."""
     (folder / "small.toml").write_text(SCENARIO)
-    done = fedgauge("run", str(folder / "small.toml"), "--runs", str(folder / "runs"))
-    assert done.returncode == 0, done.stderr
-    last = done.stdout.strip().splitlines()[-1]
+    command = [sys.executable, "-P", *FEDGAUGE[1:], "run", str(folder / "small.toml"), "--runs", str(folder / "runs")]
+    listens, tokens, commands = set[tuple[str, int]](), set[bytes](), set[bytes]()
+    here, pipe = hostile(folder / "theirs"), subprocess.PIPE
+    with subprocess.Popen(command, cwd=here, stdout=pipe, stderr=pipe, text=True) as running:
+        while running.poll() is None:
+            for pid in (pids := marked_processes() if sys.platform == "linux" else []):
+                with suppress(OSError, KeyError, psutil.Error):  # it has just ended, or has no token
+                    commands.add(Path(f"/proc/{pid}/cmdline").read_bytes())
+                    tokens.add(Path(psutil.Process(pid).environ()["RAY_AUTH_TOKEN_PATH"]).read_bytes())
+            listens |= listening(pids)
+            time.sleep(0.2)
+        told, errors = running.communicate()
+    assert running.returncode == 0, errors
+    last = told.strip().splitlines()[-1]
     assert Path(last).is_dir(), f"the run folder is printed last, alone on its line; got {last!r}"
-    assert "report.html" in done.stdout
+    assert "report.html" in told
     assert marked_processes() == []
+    betrayed = any(secret in command for command in commands for secret in (b"superlink", *tokens))
+    facts = {"listens": sorted(listens), "tokens": len(tokens), "betrayed": betrayed}
+    (folder / "exposed.json").write_text(json.dumps(facts))
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +133,20 @@ def test_a_real_federation_is_trained_attacked_and_reported(finished: Run, capsy
     assert {r["attack"] for r in rows} >= {"analytic", "inverting_gradients", "mean_image", "wrong_client(analytic)"}
     assert main(["runs", "--runs", str(finished.folder.parent)]) == 0
     assert capsys.readouterr().out.count("complete") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds sockets by /proc: Linux")
+def test_a_run_listens_on_the_loopback_address_alone_and_starts_nothing_that_takes_an_app(finished: Run) -> None:
+    """A SuperLink would take one from any user of the machine, and Ray's own default is every interface.
+
+    Nor does a process load what lies in the folder where the command is given, which Ray has its workers search first.
+    """
+    facts = json.loads((finished.folder.parents[1] / "exposed.json").read_text())
+    assert len({port for _, port in facts["listens"]}) >= 4, "Ray's head, node and workers"
+    assert {address for address, _ in facts["listens"]} == {LOOPBACK}
+    assert facts["tokens"] and not facts["betrayed"]
+    assert not (finished.folder.parents[1] / "theirs" / "ran").exists()
 
 
 @pytest.mark.slow

@@ -9,8 +9,6 @@ from fedgauge.attacks.effort import attacks_by_effort
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.source import FederationSource
-from fedgauge.server.pool.executors import LocalExecutor
-from fedgauge.server.pool.service import serve
 from fedgauge.server.pool.tester import _grade
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Ungraded, comparable
@@ -24,7 +22,7 @@ from fedgauge.simulations.checks.preflight import preflight
 from fedgauge.simulations.checks.scenario_check import check
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.reports.report import write_report
-from fedgauge.simulations.run import in_memory
+from tests.small_runs import in_this_process
 
 QUICKSTART = Path(__file__).parents[3] / "simulations" / "quickstart-table.toml"
 SMALL = ["data.batch_size=2", "rounds=2", "clients=2", "audit.rounds=[1]"]
@@ -62,10 +60,6 @@ def as_graded(ledger: Ledger) -> set[tuple[object, ...]]:
 def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def in_this_process(run: Run, *_: object) -> None:
-        in_memory.train(run)
-        serve(run, LocalExecutor())
-
     monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
     settings = [part for setting in SMALL for part in ("--set", setting)]
     assert main(["run", str(QUICKSTART), "--runs", str(tmp_path), *settings]) == 0

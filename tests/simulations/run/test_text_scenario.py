@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.server.pool.executors import LocalExecutor
-from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.preflight import preflight
 from fedgauge.simulations.checks.scenario_check import check
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.run import in_memory
+from tests.small_runs import in_this_process
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
 pytest.importorskip("rouge_score", reason="the extra [text] is not installed")
@@ -41,19 +39,11 @@ def test_preflight_reports_that_rows_of_embeddings_name_words(settings: list[str
     assert note.severity == "note" and "frozen" in note.words
 
 
-def in_this_process(run: Run, *_: object) -> None:
-    """In the place of Flower and the attack service's process."""
-    in_memory.train(run)
-    serve(run, LocalExecutor())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("flower", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_text_quickstart_runs_and_ends_with_scores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flower: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not flower:
-        monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
     assert main(["run", str(QUICKSTART), "--runs", str(tmp_path), "--rounds", "1"]) == 0
     (ledger,) = tmp_path.glob("*/ledger.sqlite")
     with Run(ledger.parent).ledger() as found:
