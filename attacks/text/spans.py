@@ -212,7 +212,9 @@ class PartialSpan:
             noise, some = max(COLDEST, 0.1 * COOLING**step), unit[kept]
             joint = (some.mT * variances) @ some
             joint.diagonal().add_(noise + SINGULAR * float(joint.diagonal().max()))
-            factor = torch.linalg.cholesky(joint)
+            factor, failed = torch.linalg.cholesky_ex(joint)
+            if failed:  # the noise is below rounding
+                break
             inner = torch.linalg.solve_triangular(factor, some.mT, upper=False)
             shares = inner.mT @ torch.linalg.solve_triangular(factor, seen.mT, upper=False)
             variances *= shares.square().mean(1) / inner.square().sum(0)
