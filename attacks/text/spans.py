@@ -228,7 +228,8 @@ class PartialSpan:
             certain = sizes.norm(dim=0) / inverse.norm(dim=0) / left
             if float(certain.min()) > CERTAIN:
                 small = left * math.sqrt(rows.shape[1]) <= EXPLAINED * float(rows.norm())
-                return torch.linalg.qr(unit[kept].mT).Q.mT if small else None
+                basis: Tensor = torch.linalg.qr(unit[kept].mT).Q
+                return basis.mT if small else None
             kept = kept[torch.arange(len(kept), device=kept.device) != certain.argmin()]
         return None
 
