@@ -114,7 +114,7 @@ def test_idlg_reads_the_only_raised_logit() -> None:
 def test_ilrg_counts_the_labels_of_a_batch(
     name: str, batch_size: int, exact: float, accuracy: float, digits: Dataset
 ) -> None:
-    hits, accuracies, repeats, n = 0, [], 0, 60 if name != "convnet" else 20
+    hits, accuracies, repeats, n = 0, [], 0, 30 if name != "convnet" else 10
     for seed in range(n):
         torch.manual_seed(seed)
         model = NETWORKS[name]()

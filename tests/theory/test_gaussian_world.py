@@ -126,7 +126,7 @@ def test_tuning_finds_the_prior_at_every_noise(n: int, ratios: tuple[float, ...]
 
 @pytest.mark.parametrize("n", [40, pytest.param(256, marks=pytest.mark.full)])
 def test_the_true_prior_with_the_true_conditional_comes_closest(n: int) -> None:
-    found = world_of.fig4_errors(n=n, iterations=80)
+    found = world_of.fig4_errors(n=n, iterations=150)
     truth = found["gaussian", "laplacian"]
     assert len(found) == 4
     for pair, errors in found.items():

@@ -188,7 +188,7 @@ TIMM: dict[str, Entry] = {
         ),
         (3, 16, 16), False, "", False,
     ),
-    "timm normaliser-free resnet": (partial(_timm, "nf_resnet26"), SMALL, False, "", False),
+    "timm normaliser-free resnet": (partial(_timm, "nf_resnet26", width_factor=0.125), SMALL, False, "", False),
 }  # fmt: skip
 
 

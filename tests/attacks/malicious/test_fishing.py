@@ -84,7 +84,7 @@ def test_the_isolated_example_is_inverted_as_if_it_were_alone(links: Chain) -> N
     threat, batch = known(links), examples([0, 0, 0, 3, 3, 3, 3, 1])
     (seen,) = meet(class_fishing(target=1), threat, batch, 1)
     attack = lone_example({"use": "inverting_gradients", "tv": 0.0})
-    found = read(attack, threat, seen.params, seen.update, iterations=200)
+    found = read(attack, threat, seen.params, seen.update, iterations=100)
     assert found.x is not None and found.x.shape == batch.x.shape
     error = float((found.x[0] - batch.x[-1]).square().mean())
     assert error < 1e-3, found.reason

@@ -97,6 +97,7 @@ def well_formed(results: list[Reconstruction], wave: Wave, known: Knowledge) -> 
 
 
 @every
+@pytest.mark.parametrize("seen", ["next_token"], indirect=True)
 def test_another_truth_changes_the_scores_and_not_the_reconstruction(name: str, seen: Seen) -> None:
     """An audit that grades against sentences read backwards hands out the same ones."""
     table = {"use": name, "iterations": BUDGET.iterations, **SMALL.get(name, {})}
@@ -110,8 +111,6 @@ def test_another_truth_changes_the_scores_and_not_the_reconstruction(name: str, 
         Auditor(FederationSource(fed)).audit(plan, wave)[0],
         Auditor(FederationSource(fed, given=invented)).audit(plan, wave)[0],
     )
-    if declines(name, seen.known):
-        return
     assert honest.reconstruction.x is not None and other.reconstruction.x is not None
     assert torch.equal(honest.reconstruction.x, other.reconstruction.x)
     scores = [[r.value for r in audited.rows if r.metric == "token_accuracy"] for audited in (honest, other)]

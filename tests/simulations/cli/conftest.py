@@ -1,5 +1,6 @@
 """Runs for the tests of the command line."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,31 @@ TABLES = {
 }
 
 
+@pytest.fixture(scope="session")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return taped_run(tmp_path_factory.mktemp("trained"), TABLES)
+
+
+@pytest.fixture(scope="session")
+def attacked_once(trained_once: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = copied(trained_once, tmp_path_factory.mktemp("attacked"))
+    serve(run, LocalExecutor())
+    return run
+
+
 @pytest.fixture
-def taped(tmp_path: Path) -> Run:
+def taped(trained_once: Run, tmp_path: Path) -> Run:
     """A run as training leaves it: two rounds on the tape, nothing attacked yet."""
-    return taped_run(tmp_path / "runs", TABLES)
+    return copied(trained_once, tmp_path / "runs")
 
 
 @pytest.fixture
-def attacked(taped: Run) -> Run:
-    serve(taped, LocalExecutor())
-    return taped
+def attacked(attacked_once: Run, tmp_path: Path) -> Run:
+    return copied(attacked_once, tmp_path / "runs")
+
+
+def copied(run: Run, runs: Path) -> Run:
+    return Run.open(shutil.copytree(run.folder, runs / run.folder.name))
 
 
 def taped_run(runs: Path, tables: Mapping[str, Any]) -> Run:

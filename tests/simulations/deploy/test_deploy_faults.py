@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 SCENARIO = (
-    DEPLOYED
+    DEPLOYED.replace("rounds = 4", "rounds = 3")
     + """
 [simulation]
 round_timeout = 100
@@ -167,7 +167,7 @@ def test_one_run_through_many_faults_ends_complete(deployment: Deployment) -> No
     assert first.returncode == 0, said
     assert processes.marked(json.loads((deployment.folder / "up.json").read_text())["mark"]) == []
     (run,) = deployment.runs()
-    complete(run, rounds=4, clients=3)
+    complete(run, rounds=3, clients=3)
 
 
 def complete(run: Run, rounds: int, clients: int) -> None:
