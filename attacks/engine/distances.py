@@ -98,7 +98,7 @@ class _Squared(_Joint):
     def between(self, seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> Tensor:
         expected = expected if self.shrink == 1 else [t / self.shrink for t in expected]
         parts = [(s - e).square().sum(1) for s, e in zip(seen, expected, strict=True)]
-        return self.scaled(torch.stack(parts).sum(0), square)
+        return self.scaled(added(parts), square)
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         grown = _grown(expected, self.shrink)
@@ -294,15 +294,17 @@ def likelihood(noise: UpdateDistribution | None, batch_size: int) -> Distance:
 
 def between(seen: Sequence[Tensor], expected: Sequence[Tensor], square: Tensor) -> InnerProducts:
     """The inner products (P,) of P updates, each in parts (P, entries) of the same sizes; square: |seen|^2."""
-    inner = torch.stack([(s * e).sum(1) for s, e in zip(seen, expected, strict=True)]).sum(0)
-    own = torch.stack([e.square().sum(1) for e in expected]).sum(0)
-    return InnerProducts(inner, square, own)
+    inner = added([(s * e).sum(1) for s, e in zip(seen, expected, strict=True)])
+    return InnerProducts(inner, square, added([e.square().sum(1) for e in expected]))
 
 
 def _total(products: Mapping[str, InnerProducts]) -> InnerProducts:
-    if len(products) == 1:
-        return next(iter(products.values()))
-    return InnerProducts(*(torch.stack(parts).sum(0) for parts in zip(*products.values(), strict=True)))
+    return InnerProducts(*map(added, zip(*products.values(), strict=True)))
+
+
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors of equal shapes."""
+    return parts[0] if len(parts) == 1 else torch.stack(tuple(parts)).sum(0)
 
 
 def root(square: Tensor) -> Tensor:

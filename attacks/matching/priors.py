@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Literal, cast
 
 import torch
@@ -86,7 +86,7 @@ class total_variation(Prior):
     def _energy(self, x: Tensor) -> Tensor:
         steps = [x.diff(dim=axis) for axis in range(x.dim() - 1, 1, -1)]  # the last axis first: x, then y
         parts = [d.square().sum() if self.power == 2 else _mean(d.abs()) for d in steps]
-        return torch.stack(parts).sum() if parts else x.new_zeros(())
+        return reduce(torch.add, parts) if parts else x.new_zeros(())
 
 
 def _mean(differences: Tensor) -> Tensor:

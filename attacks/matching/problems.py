@@ -364,7 +364,8 @@ class Problems:
             batches = [t.reshape(-1, self.known.batch_size, *t.shape[2:]) for t in of]
             energy: Callable[..., Tensor] = prior.energy if isinstance(prior, LabelledEnergy | LatentPrior) else prior
             energies = over_problems(energy, *batches, loop=loop)
-            objectives = objectives + weight * energies.view(-1, self.epochs).mean(1)
+            energies = energies if self.epochs == 1 else energies.view(-1, self.epochs).mean(1)
+            objectives = objectives + weight * energies
         for term in self.training.terms(x, self.epochs, own):
             objectives = objectives + term
         if self.group and self.restarts > 1:

@@ -3,9 +3,8 @@
 LoRA's factors in a layer W + s B A with inputs x and output gradients d have gradients dB = s sum d (A x)^T and
 dA = s sum (B^T d) x^T.
 - dB spans the vectors A x, if there are fewer inputs than the rank.
-- dA is zero while B is. Afterwards each adapted layer gives `rank` combinations of the inputs. If there are more inputs,
-  words near the span of the combinations complete it: subspace pursuit as in SA-MUSIC (Lee, Bresler and Junge, 2012), with the
-  vocabulary in all positions as the dictionary.
+- dA is zero while B is. Afterwards each adapted layer gives `rank` combinations of the inputs. If there are more inputs, the
+  fewest words in their positions that explain the combinations are sought: sparse Bayesian learning over the vocabulary.
 """
 
 import math
@@ -16,6 +15,7 @@ from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
+from torch.nn import functional as F
 
 from fedgauge.attacks.text.certificate import Unreadable
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs
@@ -25,15 +25,19 @@ from fedgauge.client.update import Params
 
 LOST = "is zero, or lost in noise"
 LOOSEST = 0.2  # above this threshold nearly every vector would pass
-POOL = 8192  # vectors of the dictionary, the nearest to a partial span, among which its missing inputs are sought
-SAMPLE = 1024  # words by which the dictionary is whitened
-RIDGE = 1e-4  # of the mean eigenvalue, in the whitening of the dictionary
+POOL = 4096  # vectors of words in their positions, the nearest to a partial span, among which its inputs are sought
+SAMPLE = 1024  # words by which these vectors are whitened
+RIDGE = 1e-4  # of the mean eigenvalue, in the whitening
 DIRECTIONS = 16  # outside a span, for the cheap test
 GAP = 1e-2  # the largest threshold of a span that has all inputs: others of them may be lost in the same noise
-REWEIGHTINGS = 30  # of the sparse explanation
-EXPLAINED = 0.02  # the part of a vector that remains where chosen ones nearly explain it
-SAME = 1e-3  # the relative distance below which a vector lies in a span that was completed
-NEAR = 1e-2  # and below which it may, where the span was completed by a vector that hardly left it
+STEPS = 100  # of the search for a sparse explanation
+COOLING = 0.75  # of its noise in a step
+COLDEST = 1e-13  # variance of the noise, of unit vectors
+SINGULAR = 1e-14  # of the largest variance, which the noise never falls below
+VANISHED = 1e-7  # variance below which a vector leaves, in units of the noise
+CERTAIN = 20.0  # standard deviations by which a vector is needed
+EXPLAINED = 1e-5  # the part of the combinations that an explanation may leave
+SAME = 1e-4  # the relative distance below which a vector lies in a span that was completed
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,15 +155,13 @@ class PartialSpan:
     """Combinations of the inputs that span a part of these: there are more inputs than the factors have rows.
 
     Args:
-        known: their span.
         rows: the combinations (R, d), each factor's at its own scale.
-        most: dimensions that a completed span may have.
+        most: dimensions that the inputs may have.
     """
 
-    known: Tensor
     rows: Tensor
     most: int
-    threshold: ClassVar[float] = 0.0  # of the words that complete it
+    threshold: ClassVar[float] = 0.0  # of the words that explain them
 
     def words(self, model: LanguageModel, params: Params, places: int) -> Iterator[tuple[float, int, int]]:
         """The words of the vocabulary in their positions that explain the combinations, as `Spans.words`.
@@ -172,87 +174,64 @@ class PartialSpan:
         flat = vectors_of(words[sample]).flatten(0, 1).double()
         values, axes = torch.linalg.eigh(flat.mT @ flat / len(flat))
         whitening = axes * (values.clamp(min=0) + RIDGE * values.mean()).rsqrt() @ axes.mT
-        start = [first_inputs(model, params, torch.tensor([w]), i + 1)[0, -1:] for i, w in enumerate(model.start)]
-        pool = torch.cat([*start, self._nearest(words, vectors_of)])
-        basis = self.completed(pool, whitening, len(start))
-        if basis is not None:
-            whole = Spans((Span(basis, NEAR, pool.new_zeros(pool.shape[1], 1)),))
-            named = sorted(whole.words(model, params, places))[: self.most]
-            vectors = [vectors_of(torch.tensor([word]))[0, place] for _, word, place in named]
-            if vectors and (needed := self.needed(torch.stack(vectors))):
-                return ((0.0, *named[i][1:]) for i in needed)
-        raise Unreadable("factors span a part of the inputs only, and no set of words explains their gradients")
+        pool, atoms = self._nearest(words, vectors_of, whitening)
+        unit = F.normalize(atoms.double() @ whitening, dim=1)
+        if (basis := self.completed(unit, whitening)) is None:
+            raise Unreadable("factors span a part of the inputs only, and no set of words explains their gradients")
+        inside = (unit - unit @ basis.mT @ basis).norm(dim=1) <= SAME
+        return ((0.0, int(words[i // places]), i % places) for i in pool[inside].tolist())
 
-    def _nearest(self, words: Tensor, vectors_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the vectors (POOL, d) of words in their positions with the largest part in the span."""
-        vectors, shares = torch.empty(0), torch.empty(0)
+    def _nearest(
+        self, words: Tensor, vectors_of: Callable[[Tensor], Tensor], whitening: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The vectors (POOL, d) of words in their positions with the largest part in the span once whitened, and their numbers."""
+        inside = torch.linalg.qr((self.rows.double() @ whitening).mT).Q
+        best, shares, kept = torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0)
+        first = 0
         for chunk in words.split(CHUNK):
             flat = vectors_of(chunk).flatten(0, 1)
-            inside = (flat @ self.known.to(flat).mT).norm(dim=1) / flat.norm(dim=1).clamp(min=1e-30)
-            shares = torch.cat([shares.to(flat), inside])
-            shares, best = shares.topk(min(POOL, len(shares)))
-            vectors = torch.cat([vectors.to(flat).view(-1, flat.shape[1]), flat])[best]
-        return vectors
+            white = flat @ whitening.to(flat)
+            share = (white @ inside.to(white)).norm(dim=1) / white.norm(dim=1).clamp(min=1e-30)
+            shares, chosen = torch.cat([shares.to(share), share]).topk(min(POOL, len(shares) + len(share)))
+            best = torch.cat([best.to(chosen), torch.arange(first, first + len(flat)).to(chosen)])[chosen]
+            kept = torch.cat([kept.to(flat).view(-1, flat.shape[1]), flat])[chosen]
+            first += len(flat)
+        return best, kept
 
-    def completed(self, pool: Tensor, whitening: Tensor, first: int) -> Tensor | None:
-        """An orthonormal basis (n, d) of a span that holds all inputs; None where no vectors (N, d) of a pool complete it.
-
-        Vectors are chosen one after the other, the nearest to what is not explained yet, until half of the inputs beyond them
-        are in the span. The first ones are certainly inputs; a wrong choice costs only one dimension.
-        """
-        basis, atoms = self.known.double() @ whitening, pool.double() @ whitening
-        chosen = list(range(first))
-        enough = max(2, len(self.known) // 2)
-        while len(self.known) + len(chosen) <= self.most:
-            distances = _distances(basis, atoms, chosen)
-            distances[chosen] = torch.inf
-            if int((distances <= SAME).sum()) >= enough:
-                joined: Tensor = torch.linalg.qr(torch.cat([self.known.double(), pool[chosen].double()]).mT).Q
-                return joined.mT
-            chosen.append(int(distances.argmin()))
-        return None
-
-    def needed(self, vectors: Tensor) -> list[int] | None:
-        """The fewest of vectors (N, d) that explain the combinations; None where all together do not.
+    def completed(self, unit: Tensor, whitening: Tensor) -> Tensor | None:
+        """An orthonormal basis (n, d) of the fewest unit vectors (N, d) that explain the combinations; None where no few do.
 
         A word in a position is nearly a combination of three others that share its word or its position, so many vectors are near
-        the span. The sparse explanation is taken: least squares reweighted by the previous coefficients (M-FOCUSS; Cotter et al.,
-        2005), without the vectors that are unnecessary.
+        the span. Sparse Bayesian learning (Wipf and Rao, 2007) gives each vector a variance that all combinations share; as the
+        noise cools, the likeliest variances of vectors that are unnecessary vanish. Least squares then judges those that are left.
         """
-        rows = self.rows.double()
-        size = float(torch.linalg.matrix_norm(rows, 2))
-        noise = float(torch.finfo(self.rows.dtype).eps) * math.sqrt(rows.shape[1]) * size
-        unit = (vectors / vectors.norm(dim=1, keepdim=True)).double()
-        basis = torch.linalg.qr(unit.mT).Q
-        if len(unit) > self.most or float((rows - rows @ basis @ basis.mT).norm()) > noise * math.sqrt(len(rows)):
-            return None
-        kept, weights = torch.arange(len(unit), device=unit.device), unit.new_ones(len(unit))
-        for step in range(REWEIGHTINGS):  # its powers are of the 1-norm, then of the square root
-            scaled = weights[:, None] * unit[kept]
-            inner = scaled @ scaled.mT
-            inner.diagonal().add_(noise**2)
-            sizes = torch.linalg.solve(inner, scaled @ rows.mT).norm(dim=1) * weights  # of the vectors' coefficients
-            some = sizes > noise
-            kept, weights = kept[some], sizes[some] ** (0.5 if step < REWEIGHTINGS // 3 else 0.75)
-        chosen: list[int] = kept.tolist()
-        while chosen:  # what each alone explains of the combinations
-            inverse = torch.linalg.pinv(unit[chosen])
-            shares = (rows @ inverse).norm(dim=0) / inverse.norm(dim=0)
-            if float(shares.min()) > noise:
+        rows = self.rows.double() @ whitening
+        seen = torch.linalg.svd(rows, full_matrices=False).Vh
+        kept, variances = torch.arange(len(unit), device=unit.device), unit.new_ones(len(unit))
+        for step in range(STEPS):
+            noise, some = max(COLDEST, 0.1 * COOLING**step), unit[kept]
+            joint = (some.mT * variances) @ some
+            joint.diagonal().add_(noise + SINGULAR * float(joint.diagonal().max()))
+            factor, failed = torch.linalg.cholesky_ex(joint)
+            if failed:  # the noise is below rounding
                 break
-            chosen.pop(int(shares.argmin()))
-        return chosen
-
-
-def _distances(basis: Tensor, atoms: Tensor, chosen: Sequence[int]) -> Tensor:
-    """Return the relative distance of atoms (N, d) from a basis and the chosen ones."""
-    kept = torch.linalg.qr(atoms[list(chosen)].mT).Q
-    left = atoms - atoms @ kept @ kept.mT
-    rest = torch.linalg.qr((basis - basis @ kept @ kept.mT).mT).Q
-    outside = left - left @ rest @ rest.mT
-    gone = left.norm(dim=1) <= EXPLAINED * atoms.norm(dim=1)  # it says nothing about the basis
-    relative: Tensor = (outside.norm(dim=1) / left.norm(dim=1)).masked_fill(gone, torch.inf)
-    return relative
+            inner = torch.linalg.solve_triangular(factor, some.mT, upper=False)
+            shares = inner.mT @ torch.linalg.solve_triangular(factor, seen.mT, upper=False)
+            variances *= shares.square().mean(1) / inner.square().sum(0)
+            alive = variances > VANISHED * noise
+            kept, variances = kept[alive], variances[alive]
+        kept = kept[variances.argsort(descending=True)[: self.most]]
+        while len(kept):  # what each alone explains of the combinations, in units of what all leave unexplained
+            inverse = torch.linalg.pinv(unit[kept], rtol=1e-13)
+            sizes = rows @ inverse
+            left = float((rows - sizes @ unit[kept]).norm()) / math.sqrt(rows.shape[1] - len(kept))
+            certain = sizes.norm(dim=0) / inverse.norm(dim=0) / left
+            if float(certain.min()) > CERTAIN:
+                small = left * math.sqrt(rows.shape[1]) <= EXPLAINED * float(rows.norm())
+                basis: Tensor = torch.linalg.qr(unit[kept].mT).Q
+                return basis.mT if small else None
+            kept = kept[torch.arange(len(kept), device=kept.device) != certain.argmin()]
+        return None
 
 
 def block_span(
@@ -288,7 +267,7 @@ def block_span(
     combinations = _scaled(inner_rows)
     if inner is None or combinations is None:
         raise Unreadable(f"spans all {rank} dimensions of LoRA's A, so every word fits; later rounds reveal more")
-    return PartialSpan(inner.basis, combinations, width - margin)
+    return PartialSpan(combinations, width - margin)
 
 
 def _with_margin(found: Span | None, margin: int) -> Spans:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -46,36 +46,42 @@ class Windows:
     def of(self, x: Tensor, problems: int) -> Tensor:
         """The windows (P, positions of all examples of a problem, kh * kw * C)."""
         n, c, _, _ = self.shape
-        (high, wide), (rows, columns) = self.padded, self.out
-        image = self._inside(canvas := x.new_zeros(n, high, wide, c))
-        image.copy_(x.permute(0, 2, 3, 1))
+        (high, wide), (rows, columns), (top, left) = self.padded, self.out, self.padding
+        canvas = x.new_zeros(n, high, wide, c)
+        canvas[:, top : top + self.shape[2], left : left + self.shape[3]].copy_(x.permute(0, 2, 3, 1))
         strides = (high * wide * c, self.stride[0] * wide * c, self.stride[1] * c, wide * c, 1)
         windows = canvas.as_strided((n, rows, columns, self.kernel[0], self.kernel[1] * c), strides)
         return windows.reshape(problems, -1, self.kernel[0] * self.kernel[1] * c)
 
     def summed(self, windows: Tensor) -> Tensor:
         """The adjoint of `of`: each window's entries added back to their pixels, (N, C, H, W)."""
-        n, c, _, _ = self.shape
-        (high, wide), (rows, columns) = self.padded, self.out
-        lines = _overlapped(windows.view(n * rows, columns, self.kernel[0], -1), self.stride[1] * c, wide * c)
-        canvas = _overlapped(lines.view(n, rows, 1, -1), self.stride[0] * wide * c, high * wide * c)
-        return self._inside(canvas.view(n, high, wide, c)).permute(0, 3, 1, 2)
-
-    def _inside(self, canvas: Tensor) -> Tensor:
-        top, left = self.padding
-        return canvas[:, top : top + self.shape[2], left : left + self.shape[3]]
+        n, c, high, wide = self.shape
+        (rows, columns), (top, left), device = self.out, self.padding, windows.device
+        along = _overlaps(n * rows, columns, self.kernel[0], self.kernel[1], self.stride[1], left, wide, device)
+        lines = F.embedding_bag(along[0], windows.reshape(-1, c), along[1], mode="sum")
+        down = _overlaps(n, rows, 1, self.kernel[0], self.stride[0], top, high, device)
+        pixels = F.embedding_bag(down[0], lines.view(-1, wide * c), down[1], mode="sum")
+        return pixels.view(n, high, wide, c).permute(0, 3, 1, 2)
 
 
-def _overlapped(runs: Tensor, step: int, length: int) -> Tensor:
-    """Sums (N, M, length) of runs (N, places, M, width), each laid `step` numbers after the one before."""
-    n, places, m, width = runs.shape
-    total = runs.new_zeros(n, m, length)
-    apart = -(-width // step)  # runs this far apart do not overlap
-    for first in range(min(apart, places)):
-        count = -(-(places - first) // apart)
-        room = total.as_strided((n, count, m, width), (m * length, apart * step, length, 1), first * step)
-        room.add_(runs[:, first::apart])
-    return total
+@lru_cache(maxsize=64)
+def _overlaps(
+    lines: int, places: int, between: int, size: int, step: int, margin: int, length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Sums (lines, between, length) of runs (lines, places, between, size), each laid `step` after the one before.
+
+    Returns:
+        The entries of all sums, and where each sum begins.
+    """
+    place, entry = torch.arange(places)[:, None], torch.arange(size)
+    at, apart = place * step + entry - margin, -(-size // step)  # runs this far apart do not overlap
+    order = (at * apart + place % apart).flatten().argsort()
+    order = order[((at >= 0) & (at < length)).flatten()[order]]
+    counts = at.flatten()[order].bincount(minlength=length)
+    first = (torch.arange(lines)[:, None] * places * between + torch.arange(between)).flatten() * size
+    entries = first[:, None] + (place * between * size + entry).flatten()[order]
+    begins = torch.arange(len(first))[:, None] * len(order) + counts.cumsum(0) - counts
+    return entries.flatten().to(device, torch.int32), begins.flatten().to(device, torch.int32)
 
 
 class Unfold(Function):
@@ -96,7 +102,7 @@ class Fold(Function):
     @staticmethod
     def forward(ctx: Any, windows: Tensor, shape: "Windows", problems: int) -> Tensor:
         ctx.shape, ctx.problems = shape, problems
-        return shape.summed(windows.contiguous())
+        return shape.summed(windows)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -137,18 +143,19 @@ class Adjoint(Function):
 
 
 class WindowProduct(Function):
-    """A convolution, by weights that need no gradient, as a product with its input's windows.
+    """A convolution, by weights that need no gradient, as a product with its input's windows; returns both.
 
-    It takes both the input and the windows, and its derivative goes to one of them. Usually to the windows, where the
-    kernel's gradient adds its own part before all are summed. To the input if there are many windows and the derivative is
-    of first order, to which the kernel's gradient adds nothing.
+    The kernel's gradient is a product with the windows as well, so derivatives by both are summed before they are folded.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, windows: "Windows") -> Tensor:
-        flat = as_matrices(weight[None])[0]
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, windows: "Windows", problems: int
+    ) -> tuple[Tensor, Tensor]:
+        rows, flat = windows.of(x, problems), as_matrices(weight[None])[0]
         ctx.save_for_backward(weight, flat)
-        ctx.windows, ctx.problems = windows, len(rows)
+        ctx.windows, ctx.problems = windows, problems
+        ctx.set_materialize_grads(False)
         shape = (len(x), len(flat), *windows.out)
         # a tensor of its own, not a view: a model may change it in place
         out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
@@ -157,16 +164,21 @@ class WindowProduct(Function):
             torch.mm(rows.flatten(0, 1), flat.T, out=by_position)
         else:
             torch.addmm(bias, rows.flatten(0, 1), flat.T, out=by_position)
-        return out
+        return out, rows
 
     @staticmethod
-    def backward(ctx: Any, signal: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, signal: Tensor | None, by_rows: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, flat = ctx.saved_tensors
         windows: Windows = ctx.windows
-        if torch.is_grad_enabled() and windows.regular and windows.numbers >= CACHE:
+        if torch.is_grad_enabled() and by_rows is None and windows.regular and windows.numbers >= CACHE:
             return apply(Adjoint, signal, weight, windows), None, None, None, None
-        rows = signal.permute(0, 2, 3, 1).reshape(ctx.problems, -1, signal.shape[1])
-        return None, rows @ flat, None, None, None
+        if signal is not None:
+            by_position = signal.permute(0, 2, 3, 1).reshape(ctx.problems, -1, len(flat))
+            if by_rows is None:
+                by_rows = by_position @ flat
+            else:
+                by_rows = torch.addmm(by_rows.flatten(0, 1), by_position.flatten(0, 1), flat).view_as(by_rows)
+        return None if by_rows is None else apply(Fold, by_rows, windows, ctx.problems), None, None, None, None
 
 
 class KernelGradient(Function):

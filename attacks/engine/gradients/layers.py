@@ -73,14 +73,7 @@ class Examples:
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.problems, self.size = x.shape[:2]
         self.x, self.y = x.flatten(0, 1), y.flatten(0, 1)
-        self._kept: dict[Windows, Tensor] = {}
-
-    def windows(self, input: Tensor, windows: "Windows") -> Tensor:
-        if input is not self.x:
-            return apply(Unfold, input, windows, self.problems)
-        if windows not in self._kept:
-            self._kept[windows] = apply(Unfold, input, windows, self.problems)
-        return self._kept[windows]
+        self.windows: dict[Windows, Tensor] = {}  # of x
 
 
 class LayerUse(NamedTuple):
@@ -198,19 +191,21 @@ class GradientRecorder(CallRecorder):
         positions = self.examples.size * math.prod(windows.out)
         few = FactoredGradient.fewer(positions, weight.shape[0], weight[0].numel())
         if few or (input.shape[1] < WIDE and (self.moves or windows.numbers <= KEPT)):
-            rows = self.examples.windows(input, windows)
-            out = self.product(input, rows, weight, bias, windows)
+            out, rows = self.product(input, weight, bias, windows)
             return self.keep(out, _of_product, *names, rows, kernel)
         out = apply(Convolution, input, weight, bias, windows)
         return self.keep(out, _of_convolution, *names, input, windows)
 
-    def product(self, input: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, windows: "Windows") -> Tensor:
-        """A convolution by its input's windows, (N, out, h, w)."""
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, windows: "Windows") -> tuple[Tensor, Tensor]:
+        """A convolution by its input's windows (N, out, h, w), and the windows."""
+        shared, problems = self.examples.windows if input is self.examples.x else {}, self.examples.problems
         if not self.moves:
-            return apply(WindowProduct, input, rows, weight, bias, windows)
+            out, shared[windows] = apply_two(WindowProduct, input, weight, bias, windows, problems)
+            return out, shared[windows]
+        rows = shared[windows] if windows in shared else apply(Unfold, input, windows, problems)
         out = torch.bmm(rows, as_matrices(weight[None] + self.move(weight)).transpose(1, 2))
         out = out if bias is None else out + (bias + self.move(bias))[:, None]
-        return out.view(len(input), *windows.out, -1).permute(0, 3, 1, 2)
+        return out.view(len(input), *windows.out, -1).permute(0, 3, 1, 2), rows
 
     def batch_norm(
         self,

@@ -73,7 +73,8 @@ def _gradients(
     logits, uses = _run(model, params, moves, examples)
     if is_cross_entropy(loss):
         total = F.cross_entropy(logits, examples.y, reduction="sum")
-        total = total / logits[0, 0].numel()  # a mean over a mask's pixels
+        if logits.dim() > 2:
+            total = total / logits[0, 0].numel()  # a mean over a mask's pixels
     else:
         total = loss_of(loss, logits, examples.y, examples.x) * len(logits)
     total = total * (factor / examples.size)

@@ -27,9 +27,9 @@ TORCH_AND_NUMPY = (
 )  # fmt: skip
 LONG = ("resnet", "tf32")  # on the separate device
 TARGETS = {
-    "lenet": [">= 100"],
+    "lenet": [">= 800", ">= 15"],
     "convnet": [">= 5", ">= 30"],
-    "resnet": [">= 5", ">= 30", "<= 10"],
+    "resnet": [">= 15", ">= 30", "<= 8"],
     "psnr": ["<= 0.3"],
     "learning": ["<= 15"],
 }
