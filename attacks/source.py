@@ -3,7 +3,7 @@
 A third source, of a recorded run, is fedgauge.server.store.tape_source.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Batch, Params, Update
 
 NO_TRUTH = 'labels = "given" needs the true labels, which the server of a deployment does not have: use "restored"'
+Truth = Callable[[int, int], Batch]  # (client, round) -> the private batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,7 @@ class FederationSource:
     Args:
         federation: the clients, their data and their network.
         blind: there is no truth, as in a deployment.
+        given: `(client, round) -> batch`, a truth in place of the federation's own.
 
     Raises:
         SpecError: on first use of a part that the protocol describes wrongly.
@@ -42,6 +44,7 @@ class FederationSource:
 
     federation: Federation
     blind: bool = False
+    given: Truth | None = None
 
     @cached_property
     def auxiliary(self) -> Batch:
@@ -60,10 +63,12 @@ class FederationSource:
         """
         if self.blind:
             raise ValueError(NO_TRUTH)
-        return self.federation.batch_at(client, round)
+        return (self.given or self.federation.batch_at)(client, round)
 
     def trained_on(self, wave: Wave, client: int) -> Batch | None:
         """Return the same examples after the chain's batch transforms, such as mixup; None if there are none."""
+        if self.given is not None:
+            return None
         return self.federation.trained_on(wave.params, wave.buffers, client, wave.round)
 
     def seen(

@@ -156,8 +156,10 @@ def test_no_attack_touches_private_data(
     graded, members = len(wave) + len(others), len(fed.protocol.members(0, 1))
     assert events[end:].count("truth") == graded * members
 
-    invented = Batch(torch.full((members, 1, 28, 28), 0.5), torch.zeros(members, dtype=torch.int64))
-    for one, other in zip(audited, Auditor(Given(fed, lambda own: invented)).audit(plan, wave), strict=True):
+    def invented(client: int, round: int) -> Batch:
+        return Batch(torch.full((members, 1, 28, 28), 0.5), torch.zeros(members, dtype=torch.int64))
+
+    for one, other in zip(audited, Auditor(FederationSource(fed, given=invented)).audit(plan, wave), strict=True):
         values = rows_of(one.rows, plan.name, "mse")
         assert all(isinstance(value, float) for value in values) and values != rows_of(other.rows, plan.name, "mse")
         assert one.reconstruction.x is not None and other.reconstruction.x is not None
@@ -180,28 +182,19 @@ def test_the_guard_of_that_test_bites(make_federation: Make, observe: Make, monk
         Auditor(FederationSource(fed)).audit(planned("mean_image"), wave)
 
 
-class Given(FederationSource):
-    """A federation with another truth."""
-
-    def __init__(self, fed: Federation, changed: Callable[[Batch], Batch]) -> None:
-        super().__init__(fed)
-        vars(self)["changed"] = changed
-
-    def truth(self, client: int, round: int) -> Batch:
-        other: Batch = vars(self)["changed"](self.federation.batch_at(client, round))
-        return other
-
-    def trained_on(self, wave: Wave, client: int) -> None:
-        return None
-
-
 def test_memory_is_stored_before_the_truth_is_read(make_federation: Make, observe: Make) -> None:
     """The truth arranges what is shown; what the next round starts from stays as the attack found it."""
     fed = make_federation(model=MLP, data={"batch_size": 2})
     wave, plan = observe(fed, (0, 1)), planned("feedback_blending", fit=1e9)
 
-    turned = Given(fed, lambda own: Batch(own.x.flip(0), own.y.flip(0)))
-    honest, other = Auditor(FederationSource(fed)).audit(plan, wave), Auditor(turned).audit(plan, wave)
+    def turned(client: int, round: int) -> Batch:
+        private = fed.batch_at(client, round)
+        return Batch(private.x.flip(0), private.y.flip(0))
+
+    honest, other = (
+        Auditor(FederationSource(fed)).audit(plan, wave),
+        Auditor(FederationSource(fed, given=turned)).audit(plan, wave),
+    )
     for a, b in zip(honest, other, strict=True):
         assert a.memory is not None
         assert b.memory is not None
