@@ -193,11 +193,14 @@ class Training:
         if self.y and self.y[-1] is None and name != "kl_div":  # which compares with another network's output
             self.y[-1] = target.detach().clone()
         terms = 1 if options.get("reduction", "mean") == "mean" else len(of) if name in OF_CLASSES else of.numel()
-        self.means.append(float(value.detach().sum()) / terms)
+        if value.requires_grad:
+            self.means.append(float(value.detach().sum()) / terms)
 
     def goes_back(self, value: Tensor) -> None:
         """Note a backward pass from a value."""
-        if len(self.means) == 1 and self.means[0] and value.numel() == 1:
+        if len(self.means) > 1:
+            self.notes["loss"] = "several losses are added up; the draft takes one"
+        elif self.means and self.means[0] and value.numel() == 1:
             self.scales.append(float(value.detach()) / self.means[0] / self.factor)
         self.means = []
 

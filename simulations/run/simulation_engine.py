@@ -4,7 +4,9 @@ It is started by `run_simulation` instead of `flwr run`: a SuperLink listens on 
 machine could run code with our rights.
 """
 
+import os
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,4 +57,9 @@ if __name__ == "__main__":
     # by its full name, as Ray would send a class of __main__ by value
     from fedgauge.simulations.run.simulation_engine import train as train_here
 
-    train_here(Run.open(Path(sys.argv[1])))
+    try:
+        train_here(Run.open(Path(sys.argv[1])))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # where Ray does not start, Flower's server thread waits for its nodes for ever

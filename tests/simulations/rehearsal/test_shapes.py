@@ -142,6 +142,7 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
         ("summed", "scale", True),
         pytest.param("proximal", "loss", True, marks=FULL),
         pytest.param("penalised", "loss", False, marks=FULL),
+        pytest.param("smoothed", "loss", False, marks=FULL),
         pytest.param("frozen", "names", True, marks=FULL),
         pytest.param("tied", "names", True, marks=FULL),
         pytest.param("prefixed", "names", True, marks=FULL),

@@ -1,6 +1,8 @@
 """What a training starts ends with it, however it ends."""
 
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -79,3 +81,10 @@ def _until(happens: Callable[[], bool]) -> None:
     while not happens():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
+
+
+@pytest.mark.full
+def test_a_training_whose_ray_does_not_start_ends(run: Run) -> None:
+    """Flower's server thread would wait for its nodes for ever."""
+    command = [sys.executable, "-m", "fedgauge.simulations.run.simulation_engine", str(run.folder)]
+    assert subprocess.run(command, env=os.environ | {"RAY_TMPDIR": "/dev/null/none"}, timeout=120).returncode == 1
