@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         of_a_file = error.filename is not None and error.strerror is not None
         tell(f"{error.filename}: {error.strerror}: name another place, or change what is there" if of_a_file else error)
-        return MISTAKE
+        return MISTAKE if of_a_file else FAILED  # such as a full disk
 
 
 def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
