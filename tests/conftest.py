@@ -37,9 +37,8 @@ gc.disable()  # until all tests are collected: nothing of them is garbage
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray reads it when it is imported: only the loopback address
-if (
-    not torch.cuda.is_available()
-):  # torch.manual_seed would note the stack for GPUs that never come, longer than it seeds
+# torch.manual_seed would note the stack for GPUs that never come, longer than it seeds
+if not torch.cuda.is_available():
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         vars(kind).update(manual_seed_all=lambda seed: None)
 os.environ["HF_HUB_OFFLINE"] = "1"  # a hub call without network would retry for 30 seconds

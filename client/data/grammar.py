@@ -74,9 +74,8 @@ _TEMPLATES = (
 def sentences() -> list[tuple[str, int]]:
     """Distinct sentences of 4 to 12 words with their classes, the same on every machine, the classes taking turns."""
     found: dict[str, int] = {}
-    draw = (
-        int.from_bytes(blake2b(b"phrases %d" % i, digest_size=8).digest(), "big") for i in count()
-    )  # the same for ever
+    # the same for ever
+    draw = (int.from_bytes(blake2b(b"phrases %d" % i, digest_size=8).digest(), "big") for i in count())
     while len(found) < COUNT:
         kind = len(found) % 2
         sentence = " ".join(_filled(word, kind, draw) for word in _pick(_TEMPLATES, draw).split())

@@ -195,9 +195,8 @@ def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
     for one in result.audited:
         if tensors := one.reconstruction.tensors():
             run.write_reconstruction(lease.round, one.client, name, tensors)
-        if (
-            one.memory is not None
-        ):  # written before its job is marked done, so that a finished job always has its memory
+        # written before its job is marked done, so that a finished job always has its memory
+        if one.memory is not None:
             memories[one.client] = run.write_memory(lease.round, one.client, name, one.memory)
         rows[one.client], reasons[one.client] = one.rows, one.reconstruction.reason or None
     ledger.finish(lease, rows, reasons, memories, result.numerics)
@@ -208,9 +207,8 @@ def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:
     message = ": ".join(filter(None, [type(error).__name__, last_line(error)]))
     if isinstance(error, WorkerDied) and lease.attempt < ATTEMPTS:
         ledger.retry(lease, message)
-    elif (
-        len(lease.jobs) > 1
-    ):  # alone, each shows whether it is to blame; the same wave would raise the same error again
+    # alone, each shows whether it is to blame; the same wave would raise the same error again
+    elif len(lease.jobs) > 1:
         ledger.retry(lease, message, split=True)
     else:
         ledger.fail(lease, message)

@@ -187,8 +187,7 @@ def resnet18(shape: tuple[int, int, int], classes: int, width: int = 64) -> nn.M
     """ResNet-18 for large images (He et al., 2016), as torchvision has it."""
     model: Any = resnet(shape, classes, width=width)
     model.conv1 = nn.Conv2d(shape[0], width, 7, stride=2, padding=3, bias=False)
-    model.bn1 = nn.Sequential(
-        model.bn1, nn.ReLU(), nn.MaxPool2d(3, 2, 1)
-    )  # the network's own ReLU then changes nothing
+    # the network's own ReLU then changes nothing
+    model.bn1 = nn.Sequential(model.bn1, nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     built: nn.Module = model
     return built

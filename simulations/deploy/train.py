@@ -127,7 +127,6 @@ def _control(deployment: Deployment, superlink: str) -> Iterator[tuple[Path, dic
     with tempfile.TemporaryDirectory(prefix="fedgauge-") as named:
         scratch = Path(named)
         write_home(scratch, {"address": superlink, "root-certificates": certificate})
-        mark = os.environ.get(
-            processes.MARK, uuid.uuid4().hex
-        )  # the mark of the local start that this process belongs to
+        # the mark of the local start that this process belongs to
+        mark = os.environ.get(processes.MARK, uuid.uuid4().hex)
         yield scratch, launch.child_environment(scratch, mark) | {"FLWR_HOME": str(scratch / "home")}

@@ -121,9 +121,8 @@ def test_no_attack_or_baseline_exceeds_the_bound(
         margin = 3 * float(errors.std()) / count**0.5 + 2 * float(torch.tensor(bound).std())
         assert float(errors.mean()) + margin + 1e-9 >= sum(bound) / 4, name
         best = min(best, float(errors.mean()))
-    if (
-        world is two_points
-    ):  # of two images in a class all are candidates, so that the bound is what the best attack gets
+    # of two images in a class all are candidates, so that the bound is what the best attack gets
+    if world is two_points:
         assert sum(bound) / 4 == pytest.approx(best, rel=0.15, abs=0.004)
 
 

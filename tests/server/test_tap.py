@@ -863,9 +863,8 @@ def test_paths_start_from_the_calling_file_and_else_from_the_working_directory(
         call(name).send_and_receive([train_message(1)])
         assert (tmp_path / expected / "ledger.sqlite").exists()
     assert "0.2" in (tmp_path / "two" / "runs" / "theirs" / "scenario.toml").read_text()
-    monkeypatch.setenv(
-        "FLWR_HOME", str(tmp_path / "three")
-    )  # an app in Flower's bundle folder: another's file is not taken
+    # an app in Flower's bundle folder: another's file is not taken
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "three"))
     tapped = call("three")
     tapped.send_and_receive([train_message(1)])
     tapped._fedgauge_recorder.close()

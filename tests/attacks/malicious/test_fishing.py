@@ -89,9 +89,8 @@ def test_the_isolated_example_is_inverted_as_if_it_were_alone(links: Chain) -> N
     error = float((found.x[0] - batch.x[-1]).square().mean())
     assert error < 1e-3, found.reason
     assert threat.auxiliary is not None
-    torch.testing.assert_close(
-        found.x[1:], threat.auxiliary.x.mean(0).expand(SIZE - 1, *SHAPE)
-    )  # nothing was seen of them
+    # nothing was seen of them
+    torch.testing.assert_close(found.x[1:], threat.auxiliary.x.mean(0).expand(SIZE - 1, *SHAPE))
 
 
 def test_unsuitable_targets_of_fishing_are_refused() -> None:

@@ -148,9 +148,8 @@ def test_restarts_of_a_group_are_held_together() -> None:
 def test_updates_of_large_layers_are_compared_by_their_factors_to_the_same_end(
     disturbed: bool, distance: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "fedgauge.attacks.engine.gradients.factored.FORM_BELOW", 300
-    )  # 1.weight and 3.weight, not 5.weight
+    # 1.weight and 3.weight, not 5.weight
+    monkeypatch.setattr("fedgauge.attacks.engine.gradients.factored.FORM_BELOW", 300)
     torch.manual_seed(0)
     wave, known, batches = scene(clients=3, model=mlp(SHAPE, CLASSES, (24, 20), "tanh"))
     if disturbed:

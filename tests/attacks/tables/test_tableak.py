@@ -107,9 +107,8 @@ def test_pooling_reads_the_objective_and_the_restarts_alone(make_federation: Any
     pooled, best = (audited(fed, wave, tableak(pool=p), Budget(150, 6), **given)[0] for p in (True, False))
     assert pooled.objective == best.objective
     assert share_right(fed, pooled, 0) > 70
-    other = replace(
-        fed.shards.dataset, x=fed.shards.dataset.x.flip(0)
-    )  # the truth is not read: the same from other data
+    # the truth is not read: the same from other data
+    other = replace(fed.shards.dataset, x=fed.shards.dataset.x.flip(0))
     again = audited(fed.having(replace(fed.shards, dataset=other)), wave, tableak(), Budget(150, 6), **given)[0]
     assert pooled.x is not None and again.x is not None and torch.equal(pooled.x, again.x)
 

@@ -85,9 +85,8 @@ def test_damaged_foreign_locked_and_newer_ledgers_are_named(folder: Path, get: G
         db.execute("PRAGMA user_version = 99")
     holder = sqlite3.connect(locked)
     holder.execute("PRAGMA locking_mode = EXCLUSIVE")
-    holder.execute(
-        "INSERT INTO meta VALUES ('written', 'by somebody')"
-    )  # a file in which nobody writes is read without locks
+    # a file in which nobody writes is read without locks
+    holder.execute("INSERT INTO meta VALUES ('written', 'by somebody')")
     holder.commit()
     holder.execute("BEGIN EXCLUSIVE")
     told = {name: get(f"/api/runs/{name}/overview", 503)["error"] for name in ("foreign", "damaged", "newer", "locked")}

@@ -166,9 +166,8 @@ def trained_only(folder: Path, scenario: Scenario, **changes: Any) -> tuple[Run,
     run = create_run(scenario, folder / "run", mode="deployment")
     grid = Counting(scenario, owners(folder, scenario, **changes))
     with flower(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "fedgauge.server.strategy.client_grading.ClientGrader.finish", lambda self: None
-        )  # nobody attacks yet: there is nothing to grade
+        # nobody attacks yet: there is nothing to grade
+        patch.setattr("fedgauge.server.strategy.client_grading.ClientGrader.finish", lambda self: None)
         from fedgauge.server.app import federate
 
         federate(run, grid)

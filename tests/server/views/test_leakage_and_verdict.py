@@ -321,9 +321,8 @@ def test_chance_leaks_rarely_and_a_gain_always(tmp_path: Path, clients: int, gai
 
 def test_of_many_attacks_the_best_must_be_rarer_by_luck(tmp_path: Path) -> None:
     """A gain that one attack alone would hardly reach by luck is nothing in the best of ten."""
-    gains = (
-        np.array([1.0, -1.0] * 6) + 0.72
-    )  # t = 0.72 / (1.044 / sqrt(12)) = 2.4: beyond 2.2 for one, below 3.5 for ten
+    # t = 0.72 / (1.044 / sqrt(12)) = 2.4: beyond 2.2 for one, below 3.5 for ten
+    gains = np.array([1.0, -1.0] * 6) + 0.72
     blind = [f"blind{k}" for k in range(9)]
     attacks = [PlannedAttack(name, {"use": "inverting_gradients"}) for name in blind]
     plan = AttackPlan((*PLAN.attacks, *attacks))

@@ -39,9 +39,8 @@ def test_a_process_of_a_run_has_a_folder_of_its_own_and_the_users_python_path(
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "place.py").write_text("import os, sys\nprint(os.getcwd(), *sys.path, sep='\\n')\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(
-        "PYTHONPATH", "src:"
-    )  # whose second part, which is empty, is Python's word for the current folder
+    # whose second part, which is empty, is Python's word for the current folder
+    monkeypatch.setenv("PYTHONPATH", "src:")
     beside = launch.OwnProcess(run, "beside.log", "place")
     try:
         assert beside._child.wait(timeout=60) == 0

@@ -75,9 +75,8 @@ def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
         assert len(card["truth_words"]) == 10
         assert tiles["spear"]["words"] == [[word, "right"] for word in card["truth_words"]], tiles["spear"]["note"]
     assert {("tableak", "sure_categories"), ("mode_row", "cells"), ("membership", MEMBER)} <= scores
-    with (
-        run.ledger() as ledger_
-    ):  # a tester who hands in the same rows gets the simulation's scores, those of the surest cells too
+    # a tester who hands in the same rows gets the simulation's scores, those of the surest cells too
+    with run.ledger() as ledger_:
         fed, before = run.scenario().federation, as_graded(ledger_)
         query = "SELECT j.id, name attack, round, client, other FROM jobs j JOIN attacks a ON a.id = attack_id"
         every = [Ungraded(**row, status="converged", seconds=0.0, open=False) for row in ledger_._db.execute(query)]
