@@ -146,6 +146,7 @@ def run(python: Path, folder: Path, *command: str | Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_doctor_finds_everything_in_a_users_folder(python: Path, folder: Path) -> None:
     assert "Ray" in run(python, folder, "doctor")

@@ -136,6 +136,7 @@ def test_more_noise_raises_the_limit_up_to_the_priors_variance(make_federation: 
     assert 0.8 * variance < found[-1] <= variance, "blocks of nearly equal variances lose little"
 
 
+@pytest.mark.full
 def test_the_whole_form_and_the_trace_form_agree_as_far_as_jensen_lets_them(
     make_federation: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

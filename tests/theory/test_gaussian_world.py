@@ -67,6 +67,7 @@ def test_the_world_is_as_described() -> None:
     torch.testing.assert_close(known.normalise(inside).flatten(1), world.x)
 
 
+@pytest.mark.full
 def test_a_wrong_attack_is_distinguished_from_the_right_one() -> None:
     """The oracle can fail: noise taken for a tenth or ten times of what it is, or no prior, miss the line."""
     world, prior = world_of.tanh_world(128)
@@ -124,9 +125,9 @@ def test_tuning_finds_the_prior_at_every_noise(n: int, ratios: tuple[float, ...]
             assert float(errors(published).mean()) > 2 * float(best.mean()), "the weight as published misses it by far"
 
 
-@pytest.mark.parametrize("n", [40, pytest.param(256, marks=pytest.mark.full)])
-def test_the_true_prior_with_the_true_conditional_comes_closest(n: int) -> None:
-    found = world_of.fig4_errors(n=n, iterations=150)
+@pytest.mark.full
+def test_the_true_prior_with_the_true_conditional_comes_closest() -> None:
+    found = world_of.fig4_errors(n=256, iterations=150)
     truth = found["gaussian", "laplacian"]
     assert len(found) == 4
     for pair, errors in found.items():

@@ -231,6 +231,7 @@ def test_the_images_of_the_trial_are_not_among_the_attackers(tmp_path: Path, mon
         assert len(known.auxiliary.y) + len(seen) * known.batch_size == len(everybody.y)
 
 
+@pytest.mark.full
 def test_a_generator_is_trained_once_for_the_trials_of_all_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

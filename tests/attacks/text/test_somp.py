@@ -62,6 +62,7 @@ def test_pursuit_finds_the_batch_among_decoys_with_equal_coefficients(spoken: Te
     torch.testing.assert_close(pursuit.coefficients, torch.full((size,), 1 / size).double(), atol=1e-4, rtol=0)
 
 
+@pytest.mark.full
 def test_a_batch_whose_tokens_leave_dager_no_margin_comes_back_with_its_proof(spoken: Text) -> None:
     truth = batches(spoken, 4, 8)[1:2]
     wave, known = seen(gpt2(spoken), truth)

@@ -51,6 +51,7 @@ def test_phrases_are_short_distinct_and_of_two_classes_in_equal_parts() -> None:
     assert len({w for s, _ in found for w in s.split()}) >= 300
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_every_process_makes_the_same_phrases_and_the_same_ids(tmp_path: Path) -> None:
     code = (

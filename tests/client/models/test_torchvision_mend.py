@@ -32,12 +32,9 @@ assert model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape == (1, 3, 8)
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow  # each starts a fresh Python, for what is imported first decides
-@pytest.mark.parametrize(
-    "program",
-    [TORCHVISION, pytest.param(LPIPS, marks=pytest.mark.full), pytest.param(TRANSFORMERS, marks=pytest.mark.full)],
-    ids=["torchvision", "lpips", "transformers"],
-)
+@pytest.mark.parametrize("program", [TORCHVISION, LPIPS, TRANSFORMERS], ids=["torchvision", "lpips", "transformers"])
 def test_a_fresh_process_can_use(program: str) -> None:
     if program is TRANSFORMERS:
         pytest.importorskip("transformers")

@@ -122,6 +122,7 @@ def test_a_replay_that_fails_is_reported_in_every_mode(taped: Run, capsys: pytes
     assert events[-1]["event"] == "finished" and events[-1]["attacks"] == []
 
 
+@pytest.mark.full
 def test_who_reads_no_further_ends_the_command_in_silence(taped: Run) -> None:
     program = [sys.executable, "-m", "fedgauge.simulations.cli.main", "audit", str(taped.folder), "--log", "json"]
     command = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

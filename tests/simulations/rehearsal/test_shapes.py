@@ -139,7 +139,7 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "exact"),
     [
-        ("summed", "scale", True),
+        pytest.param("summed", "scale", True, marks=FULL),
         pytest.param("proximal", "loss", True, marks=FULL),
         pytest.param("penalised", "loss", False, marks=FULL),
         pytest.param("smoothed", "loss", False, marks=FULL),
@@ -176,7 +176,7 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("two_networks", "networks", marks=FULL),
         pytest.param("by_turns", "networks", marks=FULL),
         pytest.param("ignored", "labels", marks=FULL),
-        ("trees", "network"),
+        pytest.param("trees", "network", marks=FULL),
         pytest.param("functional", "network", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
     ],

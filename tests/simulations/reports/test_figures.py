@@ -37,6 +37,7 @@ def test_each_plot_is_a_file_of_both_kinds_for_its_owner_only(written: Path) -> 
     assert {p.stat().st_mode & 0o777 for p in written.iterdir()} == {0o600}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_equal_ledgers_give_equal_bytes_in_another_process(run: Run, written: Path, tmp_path: Path) -> None:
     """Under another style and hash seed; and pyplot, which would keep every figure, knows of none."""

@@ -84,6 +84,5 @@ def _until(happens: Callable[[], bool]) -> None:
 
 @pytest.mark.full
 def test_a_training_whose_ray_does_not_start_ends(run: Run) -> None:
-    """Flower's server thread would wait for its nodes for ever."""
     command = [sys.executable, "-m", "fedgauge.simulations.run.simulation_engine", str(run.folder)]
     assert subprocess.run(command, env=os.environ | {"RAY_TMPDIR": "/dev/null/none"}, timeout=120).returncode == 1
