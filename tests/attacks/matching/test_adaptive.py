@@ -279,7 +279,7 @@ def test_leaving_the_layer_out_breaks_soteria(local_file: Callable[[str], Path])
     With 400 iterations on four images, untrained and after 100 steps: 14.1, 30.5, 30.2 and 14.4, 29.7, 29.8 dB.
     """
     local_file("cifar10-*.npz")
-    data, budget = cifar10(), Budget(80)
+    data, budget = cifar10(), Budget(120)
 
     def defended(model: nn.Module) -> Chain:
         return chain(soteria(model, data.normalise, layer="linear2"), SGD)

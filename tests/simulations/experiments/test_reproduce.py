@@ -208,7 +208,7 @@ def small(cell: Setting) -> Setting:
         if spec.table["use"] == "lamp":
             return replace(spec, table={**spec.table, "draws": 2, "orders": 2, "candidates": 4, "lm_steps": 5})
         if spec.table["use"] in ("gifd", "gi_gip"):
-            return replace(spec, table={**spec.table, "training": 5})
+            spec = replace(spec, table={**spec.table, "training": 5})
         sizes = dict.fromkeys({"size", "pseudo"} & (spec.auxiliary or {}).keys(), 64)
         return spec if spec.auxiliary is None else replace(spec, auxiliary={**spec.auxiliary, **sizes})
 
