@@ -6,7 +6,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Context, Message
 from torch import Generator, Tensor
 
-from fedgauge.client.arrays import npy_array
+from fedgauge.client.arrays import npy_array, npy_header
 from fedgauge.client.chain import Chain
 from fedgauge.client.rng import secret_generator
 from fedgauge.client.transforms import UpdateTransform
@@ -95,15 +95,16 @@ def tensors_of(record: ArrayRecord, like: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def tensor_of(name: str, array: Array, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An array as a tensor of this shape and dtype; ValueError if it is another."""
+    """An array as a tensor of this shape and dtype, of which its header is checked first; ValueError if it is another."""
+    expected = torch.empty(0, dtype=dtype).numpy().dtype
     try:
-        found = torch.from_numpy(npy_array(array.data))
-    except (TypeError, ValueError) as error:  # TypeError: torch has no such dtype
+        header = npy_header(array.data)
+        if (header.shape, header.dtype) == (shape, expected):
+            return torch.from_numpy(npy_array(array.data))
+    except ValueError as error:
         raise ValueError(f"{name} cannot be decoded: {error}") from error
-    if (found.shape, found.dtype) != (shape, dtype):
-        is_of, expected = f"shape {tuple(found.shape)} and dtype {found.dtype}", f"{tuple(shape)} and {dtype}"
-        raise ValueError(f"{name} has {is_of}, expected {expected}")
-    return found
+    is_of = f"shape {header.shape} and dtype {header.dtype}"
+    raise ValueError(f"{name} has {is_of}, expected {tuple(shape)} and {expected}")
 
 
 def only_arrays(message: Message) -> tuple[str, ArrayRecord]:

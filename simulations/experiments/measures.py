@@ -115,6 +115,11 @@ def _psnr_of(outcome: AttackOutcome, chosen: Ints) -> Interval:
     return mean_of(outcome.scores.of_metric("psnr").where(size * np.arange(n) + chosen), "psnr")
 
 
+def _isolated_psnr(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
+    """PSNR of the example that the server attack isolates, in its one-to-one pair; the others do not count."""
+    return NOTHING if outcome.isolated is None else _psnr_of(outcome, np.array(outcome.isolated))
+
+
 def _verbatim(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
     """The fraction of single images that were recovered verbatim."""
     n, size = outcome.psnr.shape
@@ -167,7 +172,7 @@ def _paired(ratio: Callable[[np.ndarray], np.ndarray], n: int) -> Interval:
 # measures that are no means of a metric, each with the metric that it reads
 DERIVED: Mapping[str, tuple[str, Measure]] = {
     "best_psnr": ("psnr", lambda outcome, _: _psnr_of(outcome, outcome.psnr.argmax(1))),
-    "isolated_psnr": ("psnr", lambda outcome, _: _psnr_of(outcome, np.array(outcome.isolated))),
+    "isolated_psnr": ("psnr", _isolated_psnr),
     "success": ("mse", lambda outcome, _: _rate(_succeeded(outcome))),
     "exact": ("psnr", lambda outcome, _: _rate(np.all(outcome.psnr >= PSNR_CAP, axis=1))),
     "verbatim": ("psnr", _verbatim),

@@ -81,7 +81,8 @@ def _overlaps(
     first = (torch.arange(lines)[:, None] * places * between + torch.arange(between)).flatten() * size
     entries = first[:, None] + (place * between * size + entry).flatten()[order]
     begins = torch.arange(len(first))[:, None] * len(order) + counts.cumsum(0) - counts
-    return entries.flatten().to(device, torch.int32), begins.flatten().to(device, torch.int32)
+    kind = torch.int32 if lines * places * between * size < 2**31 else torch.int64
+    return entries.flatten().to(device, kind), begins.flatten().to(device, kind)
 
 
 class Unfold(Function):
