@@ -23,12 +23,12 @@ def test_gains_are_ratios_that_can_be_done_on_paper() -> None:
     nothing = outcome([1.0, 1.0], [5, 5])
     assert measured("iterations", nothing, None) == (None, None, None)
     assert measured("success_gain", nothing, nothing) == (None, None, None)
+    assert measured("isolated_psnr", nothing, None) == (None, None, None)
 
 
 def test_a_measure_reads_one_metric_and_has_no_value_without_it() -> None:
-    assert {"psnr", "ssim", "lpips_alex", "identified", "psnr_augmented", "rouge1", "exact_sentence"} <= set(
-        all_measures()
-    )
+    some = {"psnr", "ssim", "lpips_alex", "identified", "psnr_augmented", "rouge1", "exact_sentence"}
+    assert some <= set(all_measures())
     assert [metric_of(m) for m in ("verbatim", "success_gain", "exact_sentence")] == ["psnr", "mse", "exact"]
     assert measured("lpips_vgg", outcome([1e-4, 1e-4], [1, 1]), None) == (None, None, None), "without its weights"
 
