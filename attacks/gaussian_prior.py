@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from fedgauge.client.data.dataset import Shards
+from fedgauge.client.data.batches import Shards
 from fedgauge.client.update import Batch
 
 ENOUGH = 20  # images from which on a class has a covariance of its own

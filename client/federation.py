@@ -15,8 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.client.chain import Chain, trained_on
 from fedgauge.client.components import ComponentKind, SpecError, build, call, call_checked, coerce, errors_in
+from fedgauge.client.data.batches import Shards, batch_of, split
 from fedgauge.client.data.canary_examples import with_canary_examples
-from fedgauge.client.data.dataset import Dataset, Shards, batch_of, split
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.gradient import evaluated, gradient
 from fedgauge.client.label_kinds import LabelKind
 from fedgauge.client.local_training import LOCAL_TRAININGS

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedgauge.client.pairing import assigned
+from fedgauge.client.psnr import assigned
 
 STEPS = 20  # of Newton's method, which ends after one for a squared error
 EXACT = 1e-9  # relative error at which Newton's method ends

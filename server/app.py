@@ -20,7 +20,6 @@ from fedgauge.client.deployment.secure_sum_terms import build_secure_sum
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Params
-from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store import checkpoint
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import REPEATED, STARTED, Participation, repeated, sanitised
@@ -29,11 +28,12 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
 from fedgauge.server.store.tape_source import read_observation
 from fedgauge.server.strategy.build import build_strategy
-from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
+from fedgauge.server.strategy.checked_strategy import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.client_grading import ClientGrader
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes
 from fedgauge.server.strategy.secure_aggregation import SecureSumStrategy
+from fedgauge.server.update_recorder import UpdateRecorder
 
 app = ServerApp()
 

@@ -7,7 +7,7 @@ import torch
 from torch.func import jvp, vmap
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
-from fedgauge.attacks.engine.distances import each, squared
+from fedgauge.attacks.engine.gradient_distances import each, squared
 from fedgauge.attacks.gaussian_prior import GaussianPrior, class_means, deviations
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective

@@ -12,7 +12,7 @@ from torch.func import vmap
 from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.deadline import Deadline
-from fedgauge.attacks.engine.distances import likelihood
+from fedgauge.attacks.engine.gradient_distances import likelihood
 from fedgauge.attacks.learned.generators import GeneratorTraining, ImageGenerator, check, generator_of
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import Prior, gaussian, other_priors, total_variation

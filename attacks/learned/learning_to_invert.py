@@ -32,7 +32,7 @@ from fedgauge.attacks.learned.ridge import ridge_inversion
 from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, seeded, train_inverter
 from fedgauge.client.components import Count, Natural, Positive, Share
-from fedgauge.client.pairing import assigned
+from fedgauge.client.psnr import assigned
 
 NOTHING = torch.zeros(16, dtype=torch.uint8)
 ENUMERATED = 5  # images up to which all pairings (120) are tried at once

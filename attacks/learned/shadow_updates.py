@@ -19,7 +19,7 @@ from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.client.gradient import gradient
 from fedgauge.client.models.vision import layer_parameters
-from fedgauge.client.pairing import assigned
+from fedgauge.client.psnr import assigned
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
-from fedgauge.attacks.engine.distances import Distance, cosine, left_out, visible_columns
+from fedgauge.attacks.engine.gradient_distances import Distance, cosine, left_out, visible_columns
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import unrolled
 from fedgauge.attacks.matching.recipes import inverting_gradients

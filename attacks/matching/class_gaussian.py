@@ -8,14 +8,14 @@ from math import prod
 import torch
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
-from fedgauge.attacks.engine.distances import each, likelihood, rounding_likelihood, squared
+from fedgauge.attacks.engine.gradient_distances import each, likelihood, rounding_likelihood, squared
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian
 from fedgauge.attacks.matching.recipes import CUTS
 from fedgauge.attacks.matching.search import AdamSearch, LBFGSSearch, Search
 from fedgauge.client.components import Count, Positive
-from fedgauge.client.pairing import match
+from fedgauge.client.psnr import match
 
 
 @dataclass(frozen=True)

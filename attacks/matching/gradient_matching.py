@@ -16,7 +16,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Sta
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
 from fedgauge.attacks.engine.compatibility import doubled, parameter_problem
 from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult, Variables
-from fedgauge.attacks.engine.distances import likelihood, rounding_likelihood
+from fedgauge.attacks.engine.gradient_distances import likelihood, rounding_likelihood
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
 from fedgauge.attacks.matching.problems import Problems, SearchFails

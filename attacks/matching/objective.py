@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.deadline import Variables
-from fedgauge.attacks.engine.distances import Distance
+from fedgauge.attacks.engine.gradient_distances import Distance
 from fedgauge.attacks.matching.priors import Prior
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import Checked, NotNegative
 from fedgauge.client.gradient import StochasticLayer, gradient
-from fedgauge.client.pairing import assigned
+from fedgauge.client.psnr import assigned
 from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Params, Update
 

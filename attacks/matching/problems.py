@@ -17,7 +17,14 @@ from fedgauge.attacks.base import Knowledge, Streams, Wave
 from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.compatibility import Route, differentiation_of
 from fedgauge.attacks.engine.deadline import Variables
-from fedgauge.attacks.engine.distances import InnerProducts, between, left_out, likelihood, visible, visible_columns
+from fedgauge.attacks.engine.gradient_distances import (
+    InnerProducts,
+    between,
+    left_out,
+    likelihood,
+    visible,
+    visible_columns,
+)
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, factored, flattened
 from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fedgauge.attacks.engine.distances import cosine, each, largest, squared
+from fedgauge.attacks.engine.gradient_distances import cosine, each, largest, squared
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective, surrogate_gradient, tied_epochs, unrolled
 from fedgauge.attacks.matching.priors import PRIOR, Prior, batch_statistics, magnitude, total_variation

@@ -25,7 +25,7 @@ from fedgauge.attacks.base import (
 )
 from fedgauge.attacks.engine.compatibility import differentiation_of
 from fedgauge.attacks.engine.deadline import Deadline
-from fedgauge.attacks.engine.distances import Distance, likelihood
+from fedgauge.attacks.engine.gradient_distances import Distance, likelihood
 from fedgauge.attacks.matching.priors import total_variation
 from fedgauge.attacks.matching.recipes import CUTS
 from fedgauge.client.components import Count, NotNegative

@@ -15,7 +15,7 @@ from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import AT_ONCE, RestOfBatch, joint_ratios
 from fedgauge.attacks.membership.one_run import EVIDENCE
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.client.data.dataset import batch_of
+from fedgauge.client.data.batches import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import seed_of
 

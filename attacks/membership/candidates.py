@@ -16,7 +16,7 @@ from fedgauge.attacks.measure import Case, Memories, Rows
 from fedgauge.attacks.membership.scores import classes_of
 from fedgauge.attacks.modality.membership import ANYBODY, HELD, MEMBER, RATES
 from fedgauge.attacks.score_rows import ScoreRecord, wrong_client
-from fedgauge.client.data.dataset import batch_of
+from fedgauge.client.data.batches import batch_of
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, concatenate
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.data_folder import data_folder
-from fedgauge.client.pairing import PSNR_CAP as PSNR_CAP  # re-exported: all metrics are importable from here
-from fedgauge.client.pairing import match as match
-from fedgauge.client.pairing import mse_of as mse_of
-from fedgauge.client.pairing import psnr_of as psnr_of
+from fedgauge.client.psnr import PSNR_CAP as PSNR_CAP  # re-exported: all metrics are importable from here
+from fedgauge.client.psnr import match as match
+from fedgauge.client.psnr import mse_of as mse_of
+from fedgauge.client.psnr import psnr_of as psnr_of
 
 AUGMENTED = "_augmented"  # suffix of metrics against the examples as a defense changed them before training
 

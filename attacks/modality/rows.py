@@ -11,7 +11,7 @@ from fedgauge.attacks.modality.base import PERCENT, MainMetric, Mark, Measured, 
 from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.client.data.tables import Tabular
 from fedgauge.client.models.columns import Columns
-from fedgauge.client.pairing import assigned
+from fedgauge.client.psnr import assigned
 
 CHOSEN = 0.25  # of a batch's cells: those of which the attack is surest (Vero et al., 2023, table 4)
 TIE = 1e-6  # weight of the rows' distance among pairs with equally many right cells

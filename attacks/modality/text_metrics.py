@@ -15,7 +15,7 @@ from torch import Tensor
 from fedgauge.attacks.modality.image_metrics import Metric
 from fedgauge.client.models.libraries import import_library
 from fedgauge.client.models.tokenizer import Tokenizer
-from fedgauge.client.pairing import assigned
+from fedgauge.client.psnr import assigned
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 SPECIAL = "_special"  # suffix of metrics in which the special tokens around a sentence count

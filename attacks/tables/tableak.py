@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
-from fedgauge.attacks.engine.distances import cosine
+from fedgauge.attacks.engine.gradient_distances import cosine
 from fedgauge.attacks.matching.gradient_matching import EveryRestart, GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import SearchFails
 from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.client.components import Positive
 from fedgauge.client.models.columns import Columns
-from fedgauge.client.pairing import assigned
+from fedgauge.client.psnr import assigned
 
 OTHER_LABEL = 2.0  # a pair's cost, above that of a pair in which every cell differs
 TIE = 1e-6  # weight of the rows' distance among pairs that differ in as many cells

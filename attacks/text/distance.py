@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
-from fedgauge.attacks.engine.distances import InnerProducts, root, signs
+from fedgauge.attacks.engine.gradient_distances import InnerProducts, root, signs
 from fedgauge.attacks.text.certificate import Unreadable, language_model
 from fedgauge.attacks.text.ghost_products import ObservedGradients, gradients
 from fedgauge.client.local_training import local_sgd

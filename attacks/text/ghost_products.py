@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgauge.attacks.engine.distances import InnerProducts
+from fedgauge.attacks.engine.gradient_distances import InnerProducts
 from fedgauge.attacks.engine.gradients.factored import FORM_BELOW, FactoredGradient, Gradients, apply, factored
 from fedgauge.attacks.engine.gradients.layers import CallRecorder, Unsupported
 from fedgauge.client.models.language import LanguageModel

@@ -22,7 +22,7 @@ from fedgauge.attacks.text.certificate import language_model
 from fedgauge.client.components import Count, Natural, Positive
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.pairing import assigned
+from fedgauge.client.psnr import assigned
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 

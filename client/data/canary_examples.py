@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.client.data.dataset import Dataset, Shards
+from fedgauge.client.data.batches import Shards
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.rng import generator
 
 

@@ -25,13 +25,14 @@ from fedgauge.client.components import (
     settings_of,
     with_absolute_paths,
 )
-from fedgauge.client.data.dataset import Dataset, batch_of
+from fedgauge.client.data.batches import batch_of
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.federation import DATASET
 from fedgauge.client.files import read_file
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
-from fedgauge.client.pairing import PSNR_CAP
 from fedgauge.client.protocol import MOST_CLIENTS
+from fedgauge.client.psnr import PSNR_CAP
 from fedgauge.client.update import Batch
 
 MOST_PARAMETERS = 2**28  # of a network that a server may name, unless the owner says otherwise: 1 GiB

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedgauge.client.deployment.owner import GradingPolicy, OwnerConfig
 from fedgauge.client.deployment.state_folder import Answer, ClientFolder, digest_of
 from fedgauge.client.deployment.terms import RequestRefused
-from fedgauge.client.pairing import PSNR_CAP, match, psnr_of
+from fedgauge.client.psnr import PSNR_CAP, match, psnr_of
 from fedgauge.client.update import Batch
 
 NOT_ALLOWED = "the owner does not allow it"

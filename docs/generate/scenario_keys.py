@@ -13,7 +13,7 @@ from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.malicious.targeting import Targeting
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.components import spell
-from fedgauge.client.data.dataset import split
+from fedgauge.client.data.batches import split
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.protocol import CanaryOptions, Protocol, SecureSumOptions, Stragglers
 from fedgauge.server.store.scenario import (

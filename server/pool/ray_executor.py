@@ -21,7 +21,7 @@ from fedgauge.attacks.engine.devices import CPU, Precision
 from fedgauge.client.components import SpecError
 from fedgauge.server.child_processes import die_with_parent, paths_from_here
 from fedgauge.server.pool.executors import Result, WorkerDied, last_line
-from fedgauge.server.pool.ray_access import ray_access
+from fedgauge.server.pool.ray_security import ray_access
 from fedgauge.server.pool.worker import Task, TaskResult
 
 LOOPBACK = "127.0.0.1"

@@ -18,7 +18,8 @@ from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord, wrong_client
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError
-from fedgauge.client.data.dataset import Dataset, Shards, batch_of
+from fedgauge.client.data.batches import Shards, batch_of
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
 from fedgauge.server.pool.executors import last_line

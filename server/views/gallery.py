@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from fedgauge.attacks.modality.base import Mark, Modality
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.score_rows import WHOLE_BATCH
-from fedgauge.client.data.dataset import Dataset, Shards
+from fedgauge.client.data.batches import Shards
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.label_kinds import written
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.store.run import Run

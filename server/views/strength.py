@@ -9,7 +9,7 @@ import numpy as np
 from fedgauge.attacks.base import Role
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.score_rows import wrong_client
-from fedgauge.client.pairing import in_db
+from fedgauge.client.psnr import in_db
 from fedgauge.server.views.intervals import LUCK, Floats, Ints, clustered_interval
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.scores import Scores, capped

@@ -16,7 +16,7 @@ from fedgauge.attacks.engine.compatibility import (
 )
 from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.threat_model import public_knowledge
-from fedgauge.client.data.dataset import batch_of
+from fedgauge.client.data.batches import batch_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import without_running_stats
 from fedgauge.client.models.language import LanguageModel

@@ -28,7 +28,7 @@ from fedgauge.client.chain import trained_on
 from fedgauge.client.collusion import tolerance
 from fedgauge.client.federation import UNMIXED
 from fedgauge.client.models.language import LanguageModel
-from fedgauge.client.pairing import in_db
+from fedgauge.client.psnr import in_db
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch

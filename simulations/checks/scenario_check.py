@@ -17,7 +17,8 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import SpecError, errors_in
-from fedgauge.client.data.dataset import Dataset, batch_of
+from fedgauge.client.data.batches import batch_of
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.server.pool.service import attack_devices

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.pki import alternative_names, write_authority, write_node_key, write_secret
-from fedgauge.server.pool.ray_access import ray_access
+from fedgauge.server.pool.ray_security import ray_access
 from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario

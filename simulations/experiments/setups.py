@@ -18,7 +18,8 @@ from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import SpecError, build, errors_in
-from fedgauge.client.data.dataset import Dataset, Shards, batch_of
+from fedgauge.client.data.batches import Shards, batch_of
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data_folder import data_folder
 from fedgauge.client.federation import DATASET, Federation
 from fedgauge.client.local_training import local_sgd

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedgauge.client.data_folder import data_folder
 from fedgauge.server.child_processes import paths_from_here
-from fedgauge.server.pool.ray_access import SETTINGS, ray_access
+from fedgauge.server.pool.ray_security import SETTINGS, ray_access
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_types import sanitised
 from fedgauge.server.store.run import Run

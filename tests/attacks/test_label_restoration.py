@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.attacks.label_restoration import assignments, auto, fedavg, idlg, ilrg, llg, restore
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.data.dataset import Dataset, batch_of
+from fedgauge.client.data.batches import batch_of
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.gradient import gradient
 from fedgauge.client.label_kinds import LabelKind

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.compatibility import forward_problem, twice_differentiable
-from fedgauge.attacks.engine.distances import each, squared
+from fedgauge.attacks.engine.gradient_distances import each, squared
 from fedgauge.attacks.engine.gradients.per_problem import gradients
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.matching.problems import scale_of

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedgauge.attacks.engine.distances import likelihood
+from fedgauge.attacks.engine.gradient_distances import likelihood
 from fedgauge.attacks.limits import known_noise
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.federation import Federation

@@ -17,11 +17,11 @@ from flwr.serverapp import Grid
 from fedgauge.server.app import one_round
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.build import build_strategy
-from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
+from fedgauge.server.strategy.checked_strategy import CheckedStrategy, RoundReplies
+from fedgauge.server.update_recorder import UpdateRecorder
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 MB = 2**20

@@ -33,12 +33,12 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.app import app as client_app
 from fedgauge.client.federation import Federation
-from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.checked import AcceptedReply, RoundReplies
+from fedgauge.server.strategy.checked_strategy import AcceptedReply, RoundReplies
+from fedgauge.server.update_recorder import UpdateRecorder
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.launch import child_environment
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedgauge.client.pairing import in_db
+from fedgauge.client.psnr import in_db
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.snapshot import read_once
 from fedgauge.server.views.verdict import excesses

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedgauge.attacks.base import Budget, Knowledge, Wave
-from fedgauge.attacks.engine.distances import Distance, gaussian_likelihood, laplace_likelihood
+from fedgauge.attacks.engine.gradient_distances import Distance, gaussian_likelihood, laplace_likelihood
 from fedgauge.attacks.gaussian_prior import GaussianPrior
 from fedgauge.attacks.limits import fisher, known_noise, precision
 from fedgauge.attacks.matching.gradient_matching import GradientMatching

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Wave
 from fedgauge.attacks.engine.cache import TensorCache
-from fedgauge.attacks.engine.distances import gaussian_likelihood
+from fedgauge.attacks.engine.gradient_distances import gaussian_likelihood
 from fedgauge.attacks.grading.tuning import Tuning
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Knowledge, Observation, Wave
-from fedgauge.attacks.engine.distances import cosine
+from fedgauge.attacks.engine.gradient_distances import cosine
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.chain import chain

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fedgauge.attacks.base import Budget, Observation, Wave
 from fedgauge.attacks.engine.compatibility import parameter_problem
-from fedgauge.attacks.engine.distances import squared
+from fedgauge.attacks.engine.gradient_distances import squared
 from fedgauge.attacks.matching import recipes
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import Problems

@@ -27,7 +27,7 @@ from fedgauge.attacks.plan import ATTACK, PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
 from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
-from fedgauge.client.data.dataset import Shards
+from fedgauge.client.data.batches import Shards
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
@@ -86,7 +86,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch, kind: type[Attack]) -> Iterator[lis
         patched.setattr(Shards, "batch_at", guard(Shards.batch_at, "truth"))
         patched.setattr(Federation, "batch_at", guard(Federation.batch_at, "asked"))
         patched.setattr(
-            fedgauge.client.data.dataset, "batch_of", guard(fedgauge.client.data.dataset.batch_of, "images")
+            fedgauge.client.data.dataset, "batch_of", guard(fedgauge.client.data.batches.batch_of, "images")
         )
         patched.setattr(Federation, "client_update", guard(Federation.client_update, "update"))
         yield events

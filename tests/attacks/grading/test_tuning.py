@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.cache import TensorCache
-from fedgauge.attacks.engine.distances import (
+from fedgauge.attacks.engine.gradient_distances import (
     rounding_likelihood,
 )
 from fedgauge.attacks.generative.gifd import gifd

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedgauge.attacks.base import Knowledge, Reconstruction
 from fedgauge.attacks.malicious.trap_weights import SCALES, activated_alone, read_rows, trap_weights
 from fedgauge.client.chain import chain
-from fedgauge.client.data.dataset import batch_of
+from fedgauge.client.data.batches import batch_of
 from fedgauge.client.data.images import cifar10
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, lenet, mlp

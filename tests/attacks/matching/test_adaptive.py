@@ -10,14 +10,15 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Stream, Wave
-from fedgauge.attacks.engine.distances import Distance, cosine, visible_columns, without
+from fedgauge.attacks.engine.gradient_distances import Distance, cosine, visible_columns, without
 from fedgauge.attacks.matching.adaptive import leave_layer_out, precode_joint
 from fedgauge.attacks.matching.objective import NOISE, Objective, unrolled
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import bayes, dlg, inverting_gradients
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import Chain, chain
-from fedgauge.client.data.dataset import Dataset, batch_of
+from fedgauge.client.data.batches import batch_of
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.images import cifar10, mnist5k
 from fedgauge.client.gradient import StochasticLayer, gradient
 from fedgauge.client.local_training import local_sgd

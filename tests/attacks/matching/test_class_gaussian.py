@@ -11,7 +11,7 @@ from fedgauge.attacks.matching.class_gaussian import _mean, class_gaussian
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import PublicSource
-from fedgauge.client.pairing import match
+from fedgauge.client.psnr import match
 from fedgauge.server.store.scenario import Scenario
 
 

@@ -5,7 +5,7 @@ import torch
 
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
-from fedgauge.attacks.engine.distances import Distance, cosine, squared
+from fedgauge.attacks.engine.gradient_distances import Distance, cosine, squared
 from fedgauge.attacks.matching import compiled_step
 from fedgauge.attacks.matching.compiled_step import CompiledStep, missing
 from fedgauge.attacks.matching.objective import Objective

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Wave
-from fedgauge.attacks.engine.distances import Distance, cosine, squared
+from fedgauge.attacks.engine.gradient_distances import Distance, cosine, squared
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.recipes import CUTS, dlg, idlg, inverting_gradients, surrogate

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Stream, Wave
-from fedgauge.attacks.engine.distances import squared
+from fedgauge.attacks.engine.gradient_distances import squared
 from fedgauge.attacks.matching import objective
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective, tied_epochs

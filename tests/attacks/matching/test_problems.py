@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.engine.distances import Distance, cosine, squared
+from fedgauge.attacks.engine.gradient_distances import Distance, cosine, squared
 from fedgauge.attacks.engine.gradients.per_problem import whole_batch_update
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.matching import problems

@@ -11,7 +11,7 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.matching.recipes import inverting_gradients
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
-from fedgauge.client.data.dataset import batch_of
+from fedgauge.client.data.batches import batch_of
 from fedgauge.client.data.images import cifar10
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import local_sgd

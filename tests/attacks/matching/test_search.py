@@ -11,7 +11,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.deadline import Deadline
-from fedgauge.attacks.engine.distances import cosine
+from fedgauge.attacks.engine.gradient_distances import cosine
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import total_variation

@@ -27,7 +27,7 @@ from fedgauge.attacks.modality.image_metrics import (
 from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.label_kinds import LabelKind
-from fedgauge.client.pairing import in_db
+from fedgauge.client.psnr import in_db
 
 
 def images(seed: int, *shape: int) -> Tensor:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedgauge.client.data.batches import Shards, split
 from fedgauge.client.data.canary_examples import with_canary_examples
-from fedgauge.client.data.dataset import Dataset, Shards, split
+from fedgauge.client.data.dataset import Dataset
 
 CLIENTS, EACH = (1, 2), 3
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from fedgauge.client.components import SpecError, call, call_checked
+from fedgauge.client.data.batches import split
 from fedgauge.client.data.corpora import Text, csv, phrases, rotten_tomatoes, sst2, wikitext2
 from fedgauge.client.data.corpora import cola as read_cola
-from fedgauge.client.data.dataset import split
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data_folder import may_download
 from fedgauge.client.deployment.deployed_client import DeployedClient

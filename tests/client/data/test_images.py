@@ -17,7 +17,8 @@ from fedgauge.client import data_folder
 from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.components import SpecError, call_checked
 from fedgauge.client.data import images
-from fedgauge.client.data.dataset import Dataset, Partition, batch_of, split
+from fedgauge.client.data.batches import Partition, batch_of, split
+from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.rng import seed_of
 
 Make = Callable[..., Any]

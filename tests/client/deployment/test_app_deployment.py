@@ -28,8 +28,8 @@ from fedgauge.client.app import FAILED, NOT_GRADED, REFUSED, app
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import REASON, WITHHELD
-from fedgauge.client.pairing import match, psnr_of
 from fedgauge.client.protocol import Protocol
+from fedgauge.client.psnr import match, psnr_of
 
 pytestmark = pytest.mark.usefixtures("identity")
 

@@ -14,7 +14,7 @@ from fedgauge.client.deployment.owner import GradingPolicy, OwnerConfig
 from fedgauge.client.deployment.self_grading import batch_to_grade, grade, rounded
 from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch, digest_of
 from fedgauge.client.deployment.terms import RequestRefused
-from fedgauge.client.pairing import match, psnr_of
+from fedgauge.client.psnr import match, psnr_of
 from fedgauge.client.update import Batch
 
 SCORES = GradingPolicy("scores")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.checked import AcceptedReply, RoundReplies
+from fedgauge.server.strategy.checked_strategy import AcceptedReply, RoundReplies
+from fedgauge.server.update_recorder import UpdateRecorder
 
 PARAMS = {"w": torch.tensor([1.0, 2.0])}
 BUFFERS = {"norm.running_mean": torch.tensor([0.5])}

@@ -20,12 +20,12 @@ from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.defenses.secure_sum import PairwiseMasking
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
+from fedgauge.server.strategy.checked_strategy import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSumStrategy
+from fedgauge.server.update_recorder import UpdateRecorder
 from fedgauge.server.views.gallery import Gallery
 from fedgauge.server.views.snapshot import RunSnapshot
 

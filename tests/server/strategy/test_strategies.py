@@ -15,14 +15,14 @@ from torch import Tensor
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
 from fedgauge.server.app import app as server_app
-from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, read_tensors
 from fedgauge.server.strategy.build import STRATEGY, build_strategy
-from fedgauge.server.strategy.checked import CheckedStrategy, RoundReplies
+from fedgauge.server.strategy.checked_strategy import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.node_discovery import TIMES, LateJoiners, discover_nodes
+from fedgauge.server.update_recorder import UpdateRecorder
 
 USES = STRATEGY.names()
 BATCHNORM = {

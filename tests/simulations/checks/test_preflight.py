@@ -18,7 +18,7 @@ from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.components import allowing
-from fedgauge.client.data.dataset import Shards
+from fedgauge.client.data.batches import Shards
 from fedgauge.client.rng import generator
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.preflight import Finding, Preflight, closed_forms, preflight

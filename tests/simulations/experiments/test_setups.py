@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from fedgauge.client.components import SpecError
+from fedgauge.client.data.batches import batch_of
 from fedgauge.client.data.corpora import phrases
-from fedgauge.client.data.dataset import batch_of
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.gradient import gradient
 from fedgauge.client.models.losses import next_token

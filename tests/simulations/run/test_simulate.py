@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedgauge.server.recorder import UpdateRecorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.strategy.checked import AcceptedReply, RoundReplies
+from fedgauge.server.strategy.checked_strategy import AcceptedReply, RoundReplies
+from fedgauge.server.update_recorder import UpdateRecorder
 from fedgauge.simulations.run import simulate as module
 from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn import functional as F
 
-from fedgauge.attacks.engine import distances
-from fedgauge.attacks.engine.distances import (
+from fedgauge.attacks.engine import gradient_distances as distances
+from fedgauge.attacks.engine.gradient_distances import (
     Distance,
     InnerProducts,
     cosine,
