@@ -1,4 +1,4 @@
-"""Stacking (Wolpert, 1992): a logistic regression of seven scores, fitted to simulated updates with known members.
+"""Stacking (Wolpert, 1992): a logistic regression of six scores, fitted to simulated updates with known members.
 
 Bertoli (2026, arXiv 2604.12737) stacks seven classifiers of one network's predictions, and its loss, under boosted trees; a client
 with known members is the training data. Here the server simulates clients that hold its public non-members, through the chain, and
@@ -26,6 +26,8 @@ SIGNALS = (
     "gradient_norm",
 )
 SHADOWS = 64  # simulated updates
+FOLDS = 2
+LONGEST = 20.0  # a ratio's logarithm, or a score in standard deviations, that counts
 PARTS = 4  # a simulated batch is at most this part of the non-members
 RIDGE = 1.0  # precision of each weight's prior
 STEPS = 25
@@ -54,22 +56,31 @@ def stacked(scoring: Scoring, count: int) -> Tensor:
     for update in Simulator(known, every.params).updates(public.x[rows], public.y[rows], rng):
         wave = replace(scoring.wave, clients=tuple(range(len(next(iter(update.values()))))), update=update)
         own = members[done : done + len(wave)]
-        signals.append(_signals(Scoring(candidates, wave, scoring.rest), ~own))
+        signals.append(_signals(Scoring(candidates, wave, scoring.rest), ~own, FOLDS))
         done += len(wave)
     weights = logistic_regression(torch.cat(signals).flatten(0, 1), members.flatten())
     found = _signals(scoring, non_members.expand(len(scoring.wave), -1))
     return found @ weights[:-1] + weights[-1]
 
 
-def _signals(scoring: Scoring, non_members: Tensor) -> Tensor:
-    """The signals (K, N, 7), each relative to the non-members (K, N) of its update and label; asinh shortens long tails."""
+def _signals(scoring: Scoring, non_members: Tensor, folds: int = 1) -> Tensor:
+    """The features (K, N, F): each score relative to the non-members (K, N) of its update and label.
+
+    Args:
+        folds: of candidates, none of which is compared with its own fold; 1: they are not among the non-members.
+    """
     labels = classes_of(scoring.candidates.batch)
-    found = []
-    for name in SIGNALS:
-        scores, compare = SCORES[name](scoring), calibrated if name == "likelihood_ratio" else against_non_members
-        each = zip(scores[:, None], non_members, strict=True)
-        found.append(torch.cat([compare(own, labels, own[:, others], labels[others]) for own, others in each]))
-    return torch.stack(found, -1).asinh()
+    fold = torch.arange(len(labels)) % folds
+    found = torch.empty(*non_members.shape, len(SIGNALS), dtype=torch.float64)
+    for i, name in enumerate(SIGNALS):
+        scores, compare = SCORES[name](scoring), calibrated if name == SIGNALS[0] else against_non_members
+        for k, (own, others) in enumerate(zip(scores[:, None], non_members, strict=True)):
+            for part in range(folds):
+                mine = fold == part
+                rest = others & ~mine if folds > 1 else others
+                found[k, mine, i] = compare(own[:, mine], labels[mine], own[:, rest], labels[rest], least=2)[0]
+    # the two strongest as they are, and all with shorter tails
+    return torch.cat([found[..., :2].clamp(-LONGEST, LONGEST), found.asinh()], -1)
 
 
 def logistic_regression(x: Tensor, y: Tensor) -> Tensor:
