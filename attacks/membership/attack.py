@@ -29,7 +29,8 @@ class membership(Measure):
     Args:
         score: likelihood_ratio (under the chain's own density, with the rest of the batch unknown), matched_filter, cosine,
             gradient_difference, fedmia and fedmia_loss (cosine or loss relative to the other clients' updates), loss_change, loss
-            (reads only the weights) or label_frequency (reads nothing).
+            (reads only the weights), label_frequency (reads nothing) or stacked (five of these in a logistic regression of
+            simulated updates: fedgauge.attacks.membership.stacking).
         strangers: examples outside all training sets, among which false positives are counted; at most so many, at least 1.
         held: examples of each client's data, whether or not they are in its batch; at most so many, at least 0.
 

@@ -107,11 +107,6 @@ def loss_change(scoring: Scoring) -> Tensor:
     return torch.stack([candidates.losses - candidates.losses_at(params) for params in moved])
 
 
-def gradient_norm(scoring: Scoring) -> Tensor:
-    """The negative norm of the candidate's gradient at the weights before the update, which reads no update."""
-    return (-scoring.candidates.norms).expand(len(scoring.wave), -1)
-
-
 def label_frequency(scoring: Scoring) -> Tensor:
     """Return the frequency of the candidate's label among public examples; reads neither update nor weights."""
     known, labels = scoring.candidates.known, classes_of(scoring.candidates.batch)
@@ -128,7 +123,6 @@ SCORES: Mapping[str, Score] = {
     "fedmia_loss": fedmia_loss,
     "loss_change": loss_change,
     "loss": loss,
-    "gradient_norm": gradient_norm,
     "label_frequency": label_frequency,
 }
 

@@ -1,4 +1,4 @@
-"""Stacking (Wolpert, 1992): a logistic regression of six scores, fitted to simulated updates with known members.
+"""Stacking (Wolpert, 1992): a logistic regression of five scores, fitted to simulated updates with known members.
 
 Bertoli (2026, arXiv 2604.12737) stacks seven classifiers of one network's predictions, and its loss, under boosted trees; a client
 with known members is the training data. Here the server simulates clients that hold its public non-members, through the chain, and
@@ -17,14 +17,7 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
 STACKED = "stacked"
-SIGNALS = (
-    "likelihood_ratio",
-    "matched_filter",
-    "gradient_difference",
-    "loss_change",
-    "loss",
-    "gradient_norm",
-)
+SIGNALS = ("likelihood_ratio", "matched_filter", "gradient_difference", "loss_change", "loss")
 SHADOWS = 64  # simulated updates
 FOLDS = 2
 LONGEST = 20.0  # a ratio's logarithm, or a score in standard deviations, that counts
