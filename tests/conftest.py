@@ -101,8 +101,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     yield
     slow = sorted({item.path for item in items if item.get_closest_marker("slow")}, reverse=True)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    # worksteal begins with equal parts of the list: slow files are dealt to them in turn, so that the workers end together
-    parts = [[item for path in slow[k::workers] for item in items if item.path == path] for k in range(workers)]
+    waiting = max(1, workers // 2)
+    # worksteal begins with equal parts of the list: half of the workers get the slow files, so that the others use the cores
+    parts = [[item for path in slow[k::waiting] for item in items if item.path == path] for k in range(waiting)]
+    parts += [[]] * (workers - waiting)
     rest = iter([item for item in items if item.path not in slow])
     items[:] = [
         i for k, p in enumerate(parts) for i in (*p, *islice(rest, max(0, (len(items) + k) // workers - len(p))))
