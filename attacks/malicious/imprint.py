@@ -207,7 +207,8 @@ def sole_rows(x: Tensor, signals: Tensor, bias: str, alone: Wave, known: Knowled
     direction = torch.cat([(entry if k == bias else torch.zeros_like(p)).flatten() for k, p in alone.params.items()])
     gradients = CandidateGradients(known, alone.params, Batch(x.repeat(known.classes, 1), y))
     own = gradients.products(direction[None]).view(known.classes, len(x))
-    return ((own - signals).abs() <= EQUAL * signals.abs()).any(0)
+    found: Tensor = ((own - signals).abs() <= EQUAL * signals.abs()).any(0)
+    return found
 
 
 def read_bins(layer: str, alone: Wave, known: Knowledge, members: int = 0) -> Reconstruction:

@@ -53,7 +53,8 @@ def stacked(scoring: Scoring, count: int) -> Tensor:
         done += len(wave)
     weights = logistic_regression(torch.cat(signals).flatten(0, 1), members.flatten())
     found = _signals(scoring, non_members.expand(len(scoring.wave), -1))
-    return found @ weights[:-1] + weights[-1]
+    odds: Tensor = found @ weights[:-1] + weights[-1]
+    return odds
 
 
 def _signals(scoring: Scoring, non_members: Tensor, folds: int = 1) -> Tensor:
@@ -89,4 +90,5 @@ def logistic_regression(x: Tensor, y: Tensor) -> Tensor:
         p = (rows @ weights).sigmoid()
         slope = rows.T @ (y.to(p) - p) - prior * weights
         weights = weights + torch.linalg.solve(rows.T @ (rows * (p * (1 - p))[:, None]) + prior.diag(), slope)
-    return weights / torch.cat([spread, torch.ones(1, dtype=x.dtype)])
+    found: Tensor = weights / torch.cat([spread, torch.ones(1, dtype=x.dtype)])
+    return found
