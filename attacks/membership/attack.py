@@ -13,7 +13,6 @@ from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.limit import detectability, pair_area, power
 from fedgauge.attacks.membership.scores import SCORES, Scoring, against_non_members, calibrated, classes_of
-from fedgauge.attacks.membership.stacking import STACKED, stacked
 from fedgauge.attacks.modality.membership import GUESSES, HELD, LABELS_ALONE, MEMBER, RATES
 from fedgauge.client.components import Count, Natural
 from fedgauge.client.federation import Federation
@@ -29,8 +28,7 @@ class membership(Measure):
     Args:
         score: likelihood_ratio (under the chain's own density, with the rest of the batch unknown), matched_filter, cosine,
             gradient_difference, fedmia and fedmia_loss (cosine or loss relative to the other clients' updates), loss_change, loss
-            (reads only the weights), label_frequency (reads nothing) or stacked (five of these in a logistic regression of
-            simulated updates: fedgauge.attacks.membership.stacking).
+            (reads only the weights) or label_frequency (reads nothing).
         strangers: examples outside all training sets, among which false positives are counted; at most so many, at least 1.
         held: examples of each client's data, whether or not they are in its batch; at most so many, at least 0.
 
@@ -48,7 +46,6 @@ class membership(Measure):
         "loss_change",
         "loss",
         "label_frequency",
-        "stacked",
     ] = "likelihood_ratio"
     strangers: Count = 1000
     held: Natural = 40
@@ -86,20 +83,17 @@ class membership(Measure):
         non_members, public = (Batch(*(t[i::2] for t in known.public)) for i in range(2))
         scored = CandidateGradients(known, wave.params, concatenate([candidates, non_members]))
         rest = None
-        if self.score in ("likelihood_ratio", STACKED):
+        if self.score == "likelihood_ratio":
             rest = RestOfBatch.of_population(CandidateGradients(known, wave.params, public))
         finite = torch.stack([t.reshape(len(wave), -1).isfinite().all(1) for t in wave.update.values()]).all(0)
         found = torch.full((len(wave), len(scored)), torch.nan, dtype=torch.float64)
         if bool(finite.any()):
-            scoring = Scoring(scored, wave.of(finite.nonzero().flatten().tolist()), rest)
-            found[finite] = (
-                stacked(scoring, len(non_members.y)) if self.score == STACKED else SCORES[self.score](scoring)
-            )
+            found[finite] = SCORES[self.score](Scoring(scored, wave.of(finite.nonzero().flatten().tolist()), rest))
         found[~found.isfinite().all(1)] = torch.nan
         own, others = found[:, : len(candidates.y)], found[:, len(candidates.y) :]
         if self.score == LABELS_ALONE:
             return own
-        compare = calibrated if self.score in ("likelihood_ratio", STACKED) else against_non_members
+        compare = calibrated if self.score == "likelihood_ratio" else against_non_members
         return compare(own, classes_of(candidates), others, classes_of(non_members))
 
 

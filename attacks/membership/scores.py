@@ -133,29 +133,24 @@ def classes_of(batch: Batch) -> Tensor:
     return batch.y if one_class else torch.zeros(len(batch.y), dtype=torch.int64)
 
 
-def against_non_members(
-    scores: Tensor, labels: Tensor, non_members: Tensor, non_member_labels: Tensor, least: int = LEAST_NON_MEMBERS
-) -> Tensor:
+def against_non_members(scores: Tensor, labels: Tensor, non_members: Tensor, non_member_labels: Tensor) -> Tensor:
     """Scores (K, N) in standard deviations above the mean of non-members' (K, M) of the same update and label.
 
     Args:
         labels, non_member_labels: (N,) and (M,) int64.
         non_members: scores of candidates outside all training sets.
-        least: of a label.
 
     Raises:
         ValueError: there are too few non-members of a label.
     """
     found = torch.zeros_like(scores)
-    for mine, same in _by_label(labels, non_members, non_member_labels, least):
+    for mine, same in _by_label(labels, non_members, non_member_labels):
         spread = same.std(1, keepdim=True)
         found[:, mine] = (scores[:, mine] - same.mean(1, keepdim=True)) / torch.where(spread > 0, spread, 1.0)
     return found
 
 
-def calibrated(
-    ratios: Tensor, labels: Tensor, non_members: Tensor, non_member_labels: Tensor, least: int = LEAST_NON_MEMBERS
-) -> Tensor:
+def calibrated(ratios: Tensor, labels: Tensor, non_members: Tensor, non_member_labels: Tensor) -> Tensor:
     """Log-ratios (K, N) on a scale on which non-members' ratios of the same update and label have a mean of at most 1.
 
     A true ratio has the mean 1 where its candidate is not in the batch; one that takes the rest of the batch for normal exceeds it
@@ -163,18 +158,16 @@ def calibrated(
     those of `against_non_members`.
     """
     found = ratios.clone()
-    for mine, same in _by_label(labels, non_members, non_member_labels, least):
+    for mine, same in _by_label(labels, non_members, non_member_labels):
         found[:, mine] -= (same.logsumexp(1, keepdim=True) - math.log(same.shape[1])).clamp_min(0)
     return found
 
 
-def _by_label(
-    labels: Tensor, non_members: Tensor, non_member_labels: Tensor, least: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _by_label(labels: Tensor, non_members: Tensor, non_member_labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """For each label, where its candidates are, and the non-members' scores (K, m)."""
     for label in labels.unique().tolist():
         same = non_members[:, non_member_labels == label]
-        if same.shape[1] < least:
+        if same.shape[1] < LEAST_NON_MEMBERS:
             raise ValueError(
                 f"{2 * LEAST_NON_MEMBERS} public examples of label {label} are needed: provide more public data ([data] auxiliary)"
             )

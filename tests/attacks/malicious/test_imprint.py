@@ -244,7 +244,7 @@ def test_equal_rows_of_one_bin_are_read_and_not_proven() -> None:
     assert torch.allclose(ROWS.cells(found.x[0]), ROWS.cells(one.x[0]), atol=1e-2)
 
 
-def test_several_steps_and_numbers_as_labels_prove_no_row() -> None:
+def test_several_steps_prove_no_row_and_public_rows_are_needed() -> None:
     known, batch = of_rows(16, 4, chain(local_sgd(0.01, steps=3))), table(2, 4)
     params = craft(imprint(16), known)
     found = read(read_imprint(), known, params, answer(known, params, batch))
