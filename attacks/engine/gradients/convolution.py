@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 from torch.nn import grad as nn_grad
 
@@ -57,11 +58,26 @@ class Windows:
         """The adjoint of `of`: each window's entries added back to their pixels, (N, C, H, W)."""
         n, c, high, wide = self.shape
         (rows, columns), (top, left), device = self.out, self.padding, windows.device
+        if get_proxy_mode():  # recorded to be compiled: Inductor fuses additions, but not sums of bags
+            tall, broad = self.padded
+            lines = _added(windows.reshape(n * rows, columns, self.kernel[0], -1), self.stride[1] * c, broad * c)
+            canvas = _added(lines.view(n, rows, 1, -1), self.stride[0] * broad * c, tall * broad * c)
+            return canvas.view(n, tall, broad, c)[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
         along = _overlaps(n * rows, columns, self.kernel[0], self.kernel[1], self.stride[1], left, wide, device)
         lines = F.embedding_bag(along[0], windows.reshape(-1, c), along[1], mode="sum")
         down = _overlaps(n, rows, 1, self.kernel[0], self.stride[0], top, high, device)
         pixels = F.embedding_bag(down[0], lines.view(-1, wide * c), down[1], mode="sum")
         return pixels.view(n, high, wide, c).permute(0, 3, 1, 2)
+
+
+def _added(runs: Tensor, step: int, length: int) -> Tensor:
+    """Sums (N, M, length) of runs (N, places, M, width), each laid `step` numbers after the one before."""
+    n, places, m, width = runs.shape
+    total, apart = runs.new_zeros(n, m, length), -(-width // step)  # runs this far apart do not overlap
+    for first in range(min(apart, places)):
+        some = runs[:, first::apart]
+        total.as_strided(some.shape, (m * length, apart * step, length, 1), first * step).add_(some)
+    return total
 
 
 @lru_cache(maxsize=64)

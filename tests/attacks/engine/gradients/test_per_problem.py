@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from fedgauge.attacks.engine.gradients import convolution, factored, layers
@@ -253,6 +254,9 @@ def test_any_geometry_of_a_convolution(
         torch.testing.assert_close(t, torch.stack([g[k] for g in expected]), rtol=1e-9, atol=1e-12)
     (theirs,) = torch.autograd.grad(sum(t.square().sum() for g in expected for t in g.values()), x)
     torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12)
+    windows = convolution.Windows((6, channels, *size), kernel, stride, padding)
+    rows = windows.of(x.detach().flatten(0, 1), 3)
+    assert torch.equal(make_fx(windows.summed)(rows)(rows), windows.summed(rows)), "recorded, to be compiled"
 
 
 class Odd(nn.Module):
