@@ -127,6 +127,7 @@ def names(normal: str, full: str) -> list[Any]:
     names(
         "epochs",
         "plain multi_label accumulated closure library batch_norm rows deltas descents two_records own_loop own_strategy "
+        "popped outside amplified settled_norm pictures "
         "files weighted one_logit prices segments autoencoder windows older counted compiled decayed",
     ),
 )
@@ -176,6 +177,7 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("two_networks", "networks", marks=FULL),
         pytest.param("by_turns", "networks", marks=FULL),
         pytest.param("ignored", "labels", marks=FULL),
+        pytest.param("tags", "labels", marks=FULL),
         pytest.param("trees", "network", marks=FULL),
         pytest.param("functional", "network", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
