@@ -57,6 +57,17 @@ EXACT = 1e-4  # relative error that rounding during training explains
 STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
 ROUNDING = 1e-6  # relative difference of a fitted rate
 AMPLIFIED = 2  # times what the last bit of the examples changes, as BatchNorm does over several steps
+INEXACT = (
+    "optimizer",
+    "loss",
+    "groups",
+    "schedule",
+    "clipping",
+    "dropout",
+    "batches",
+    "noise",
+    "mods",
+)  # problems' codes
 MOST_TRIES = 8  # to fit a rate
 PATIENCE = 30  # seconds until the app's last line is printed, and again each time that this doubles
 MOST_OBSERVED = 1 << 26  # bytes of observed.json
@@ -247,7 +258,10 @@ def _proof(
         off, part, exact = _compared(update, scenario, seen, trained[0], kind, step)
         if not exact:
             words = f"{where}, computed again from the observed examples, differs by {off:.1%}, most in {part}"
-            if not any(problem.code == "noise" for problem in draft.problems):
+            left_out = [problem.code for problem in draft.problems if problem.code in INEXACT]
+            if left_out:
+                words += f"; the draft is not exact in: {', '.join(left_out)}"
+            else:
                 words += "; if the app adds noise, name it in the scenario's [[chain]] (gaussian or dp_sgd)"
                 ledger.set_meta(training=words, training_fits="False", training_assumed=digest_of(scenario.protocol))
             return words, seconds
