@@ -26,9 +26,9 @@ test: install
 pytest: install
 	$(PYTEST)
 
-# what `make test` leaves out: each two values of products of components, and faults of whole deployments
+# what `make test` leaves out: each two values of products of components, and faults of whole deployments, which wait the most
 test-full: install
-	$(PYTEST) -m full
+	$(PYTEST) -n $$(($(WORKERS) + 1)) -m full
 
 test-all: test test-full
 

@@ -10,7 +10,7 @@ import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,6 @@ if not torch.cuda.is_available():
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         vars(kind).update(manual_seed_all=lambda seed: None)
 os.environ["HF_HUB_OFFLINE"] = "1"  # a hub call without network would retry for 30 seconds
-
-# folders whose tests start processes or compute for seconds: they come first, so that the workers end together
-SLOW_FIRST = (
-    "simulations/deploy",
-    "simulations/run",
-    "server/pool",
-    "simulations/experiments",
-    "server/dashboard",
-    "simulations/reports",
-    "server/store",
-    "simulations",
-    "attacks/matching",
-)
 
 _cache = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
@@ -97,9 +84,9 @@ def _covering(
     return chosen
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave each two values of a product to `make test-full`, beside each value in `make test`, and put slow folders first."""
+@pytest.hookimpl(wrapper=True)  # what is marked before `-m` looks, and ordered after it
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Leave each two values of a product to `make test-full`, beside each value in `make test`, and put slow files first."""
     products = defaultdict[str, list[pytest.Function]](list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("product"):
@@ -111,14 +98,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             case.add_marker(pytest.mark.full)
         for case in set(cases).difference(normal, full):
             items.remove(case)
-    here = Path(__file__).parent
-    slow = [here / name for name in SLOW_FIRST]
-    assert all(folder.is_dir() for folder in slow), "SLOW_FIRST names a folder that is gone"
-    place = {
-        path: next((k for k, folder in enumerate(slow) if path.is_relative_to(folder)), len(slow))
-        for path in {item.path for item in items}
-    }
-    items.sort(key=lambda item: place[item.path])
+    yield
+    slow = sorted({item.path for item in items if item.get_closest_marker("slow")}, reverse=True)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    waiting = max(1, workers // 2)
+    # worksteal begins with equal parts of the list: half of the workers get the slow files, so that the others use the cores
+    parts = [[item for path in slow[k::waiting] for item in items if item.path == path] for k in range(waiting)]
+    parts += [[]] * (workers - waiting)
+    rest = iter([item for item in items if item.path not in slow])
+    items[:] = [
+        i for k, p in enumerate(parts) for i in (*p, *islice(rest, max(0, (len(items) + k) // workers - len(p))))
+    ]
 
 
 def pytest_collection_finish() -> None:

@@ -187,6 +187,7 @@ def test_a_foreign_app_is_recorded_under_flower(python: Path, folder: Path, tmp_
     with Run.open(record).ledger() as ledger:
         rows, meta = ledger.observations(), ledger.meta()
         assert [row["round"] for row in ledger.rounds()] == [1, 2]
+        assert all(row["accuracy"] is not None for row in ledger.rounds())
     assert (meta["state"], meta["rounds"]) == ("trained", "2")
     places = [(round, client, "accepted") for round in (1, 2) for client in (0, 1)]
     assert [(row["round"], row["client"], row["status"]) for row in rows] == places

@@ -6,7 +6,8 @@ Options, separated by semicolons, choose what it shows:
 - `metrics psnr, mse`, `attacks dager, exact`, `cells images*`: only these (cells by a pattern);
 - `rows attack`: a row for each attack, a column for each setting;
 - `rows both`: a row for each setting and attack, a column for each metric;
-- `split`: the part of a setting's name after its last comma becomes a column.
+- `split`: the part of a setting's name after its last comma becomes a column;
+- `seconds`: what an example took on one core.
 
 `<!-- computed: SHEET ... -->` is followed by when, where and with what each was computed.
 """
@@ -52,7 +53,10 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
     about += [" ".join(filter(None, ("figure", f"({low})" if low else "", reference)))] if low or reference else []
     heads = ["attack" if options.get("rows") == "attack" else "setting"]
     heads += [", ".join(column[i] for i in varying) or "here" for column in columns]
-    for head, text in (("n", lambda row: str(row["n"])), ("iterations", _iterations), ("baseline", _baseline)):
+    texts = {"n": lambda row: str(row["n"]), "iterations": _iterations, "baseline": _baseline}
+    if "seconds" in options:
+        texts["seconds each"] = lambda row: _number(float(f"{row['seconds'] / row['n']:.2g}"))
+    for head, text in texts.items():
         shared, by_line = _conditions(head, text, lines)
         if shared is None:
             heads.append(head)

@@ -24,7 +24,7 @@ from fedgauge.attacks.malicious import targeting
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import AttackPlan, attack_name
+from fedgauge.attacks.plan import ATTACK, AttackPlan, attack_name
 from fedgauge.client import toml_text
 from fedgauge.client.components import (
     Checked,
@@ -295,10 +295,13 @@ def _absolute_paths(tables: Table, base: Path) -> Table:
     named = {key: kind for key, kind in kinds.items() if isinstance(tables.get(key), dict)}
     located = {**tables, **{key: with_absolute_paths(tables[key], kind, base) for key, kind in named.items()}}
     if isinstance(located.get("attack"), list):
-        located["attack"] = [
-            generators.with_absolute_paths(t, base) if isinstance(t, dict) else t for t in located["attack"]
-        ]
+        located["attack"] = [attack_from(t, base) if isinstance(t, dict) else t for t in located["attack"]]
     return located
+
+
+def attack_from(table: Table, base: Path) -> Table:
+    """An attack's table with absolute paths, its generators' too."""
+    return generators.with_absolute_paths(with_absolute_paths(table, ATTACK, base), base)
 
 
 def _with_canaries(protocol: Protocol) -> Table | None:

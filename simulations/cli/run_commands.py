@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
 from hashlib import sha256
+from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_connection import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.scenario import Scenario, component_of, plan_of
+from fedgauge.server.store.scenario import Scenario, attack_from, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.server.views.participation import other_sizes
@@ -209,7 +210,8 @@ def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], conso
 
 def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
     """The plan of --attack 'dlg iterations=300 name=longer': components by name, with their settings."""
-    tables, plan = [component_of(text, "--attack") for text in options.attack], scenario.plan
+    tables = [attack_from(component_of(text, "--attack"), Path()) for text in options.attack]
+    plan = scenario.plan
     rounds, clients = options.rounds or plan.rounds, options.clients or plan.clients
     when = {"every": plan.every} if rounds is None else {"rounds": list(rounds)}
     whom = {} if clients is None else {"clients": list(clients)}

@@ -272,6 +272,7 @@ def test_a_run_of_a_users_data_model_and_loss_in_processes(own: Path) -> None:
         "model": {"use": "mynets:small", "hidden": 32},
         "loss": {"use": "mylosses:squared", "scale": 2.0},
         "chain": [{"use": "local_sgd", "rate": 0.1}],
+        "simulation": {"parallel_clients": 1},
         "audit": {"executor": "ray", "workers": 1},
         "attack": [{"use": "analytic"}],
     }

@@ -12,7 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.scenario import AuditOptions, Scenario, SimulationOptions, TapeOptions, apply_setting
+from fedgauge.server.store.scenario import (
+    AuditOptions,
+    Scenario,
+    SimulationOptions,
+    TapeOptions,
+    apply_setting,
+    attack_from,
+)
 
 SGD = {"use": "local_sgd", "rate": 0.1}
 CLIP = {"use": "clip", "max_norm": 1.0}
@@ -306,6 +313,10 @@ def test_fewer_rounds_leave_out_the_attacked_ones_beyond(kit: Any, tmp_path: Pat
 
 
 # --------------------------------------------------------------------------------------------------------- and back again
+
+
+def test_an_attacks_paths_start_from_the_scenarios_folder(tmp_path: Path) -> None:
+    assert attack_from({"use": "lamp", "lm_folder": "gpt2"}, tmp_path)["lm_folder"] == str(tmp_path / "gpt2")
 
 
 @pytest.mark.parametrize("changes", [{}, FULL], ids=["small", "full"])

@@ -85,21 +85,3 @@ def test_its_clients_digits_are_read_off_their_weights(kit: Any, app: Any, tmp_p
     best = [max(float(psnr_of(x, f["x"].clamp(0, 1))) for f in found) for x, _ in truth]
     assert min(best) > 60, best
     assert sorted(int(f["y"]) for f in found) == sorted(int(y) for _, y in truth)
-
-
-# -------------------------------------------------------------------------------------------------- and as Flower runs it
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
-def test_the_app_runs_under_flower_itself(kit: Any, tmp_path: Path) -> None:
-    folder = write_audit(tmp_path, clients=2)
-    kit.run_under_flower(tmp_path, "quickstart", {**CONFIG, **recording(folder), "examples": 1})
-    with Run.open(folder).ledger() as ledger:
-        rows = ledger.observations()
-        assert ledger.meta()["state"] == "trained" and [row["round"] for row in ledger.rounds()] == [1, 2]
-        assert all(row["accuracy"] is not None for row in ledger.rounds())
-        assert [(o["round"], o["client"], o["status"]) for o in rows] == [
-            (r, c, "accepted") for r in (1, 2) for c in (0, 1)
-        ]
-        assert all(o["digest"] for o in rows)

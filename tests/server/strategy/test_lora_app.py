@@ -82,6 +82,7 @@ def test_at_most_ten_lines_are_fedgauges() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 def test_sentences_are_recovered_from_adapters_trained_by_flower(
     kit: Any, place: Path, capsys: pytest.CaptureFixture[str]

@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 SCENARIO = (
-    DEPLOYED.replace("rounds = 4", "rounds = 3")
+    DEPLOYED.replace("rounds = 4", "rounds = 3").replace("clients = 3", "clients = 2")
     + """
 [simulation]
 round_timeout = 100
@@ -57,7 +57,7 @@ def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None
 @pytest.fixture
 def deployment(tmp_path: Path) -> Deployment:
     (tmp_path / "small.toml").write_text(SCENARIO)
-    return Deployment.create(tmp_path / "federation", 3, scenario=tmp_path / "small.toml", sampling="agreed")
+    return Deployment.create(tmp_path / "federation", 2, scenario=tmp_path / "small.toml", sampling="agreed")
 
 
 # ------------------------------------------------------------------------------------------------- who is not let in
@@ -65,7 +65,7 @@ def deployment(tmp_path: Path) -> Deployment:
 
 @pytest.fixture
 def linked(deployment: Deployment) -> Iterator[LocalDeployment]:
-    """A SuperLink that knows three keys."""
+    """A SuperLink that knows two keys."""
     with closing(LocalDeployment(deployment, "a-run")) as local:
         local.listen()
         local.finish("register")
@@ -167,7 +167,7 @@ def test_one_run_through_many_faults_ends_complete(deployment: Deployment) -> No
     assert first.returncode == 0, said
     assert processes.marked(json.loads((deployment.folder / "up.json").read_text())["mark"]) == []
     (run,) = deployment.runs()
-    complete(run, rounds=3, clients=3)
+    complete(run, rounds=3, clients=2)
 
 
 def complete(run: Run, rounds: int, clients: int) -> None:
@@ -195,17 +195,18 @@ HEAD = processes.free_port()
 
 
 def access(cluster: LocalDeployment) -> dict[str, str]:
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{cluster.deployment.folder}/secrets/ray"}
+    """What a process needs; it looks for a head that is gone for ten seconds, not for a minute."""
+    hasty = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
+    return hasty | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{cluster.deployment.folder}/secrets/ray"}
 
 
 @pytest.fixture
 def cluster(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalDeployment]:
     """A Ray head and a worker, by the commands of docker-compose.yml."""
-    hasty = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}  # for which a worker looks for its head, not for a minute
     table = yaml.safe_load((Path(__file__).parents[3] / "docker-compose.yml").read_text())["services"]
     with closing(LocalDeployment(deployment, "a-run")) as local:
         usual = local._environment
-        monkeypatch.setattr(local, "_environment", lambda name: usual(name) | access(local) | hasty)
+        monkeypatch.setattr(local, "_environment", lambda name: usual(name) | access(local))
         for name in ("ray-head", "ray-worker"):
             words = (w.replace("ray-head", "127.0.0.1").replace("6379", str(HEAD)) for w in table[name]["command"])
             local.services[name] = Service(tuple(words))

@@ -158,7 +158,7 @@ def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
     monkeypatch.setenv("FEDGAUGE_TEST", ours)
     whole = create_run(Scenario.from_tables(TABLES), tmp_path / "whole")
     in_memory.train(whole)
-    (tmp_path / "small.toml").write_text(tomli_w.dumps(TABLES))
+    (tmp_path / "small.toml").write_text(tomli_w.dumps(TABLES | {"simulation": {"parallel_clients": 1}}))
     command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "run"]
     driver = subprocess.Popen(
         [*command, str(tmp_path / "small.toml"), "--runs", str(tmp_path / "runs"), "--log", "quiet"],

@@ -27,6 +27,7 @@ from fedgauge.simulations.run.launch import TrainingFailed, TrainingProcess
 from fedgauge.simulations.run.processes import marked
 from tests.hostile_folder import hostile
 from tests.listening import LOOPBACK, listening
+from tests.small_runs import in_this_process
 
 OURS = uuid.uuid4().hex
 FEDGAUGE = (sys.executable, "-m", "fedgauge.simulations.cli.main")
@@ -92,7 +93,7 @@ def run_small(folder: Path) -> None:
                     commands.add(Path(f"/proc/{pid}/cmdline").read_bytes())
                     tokens.add(Path(psutil.Process(pid).environ()["RAY_AUTH_TOKEN_PATH"]).read_bytes())
             listens |= listening(pids)
-            time.sleep(0.2)
+            time.sleep(0.5)
         told, errors = running.communicate()
     assert running.returncode == 0, errors
     last = told.strip().splitlines()[-1]
@@ -150,51 +151,34 @@ def test_a_run_listens_on_the_loopback_address_alone_and_starts_nothing_that_tak
 
 
 @pytest.mark.slow
-def test_the_trained_model_is_the_same_with_curiosity_off(finished: Run, tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(SCENARIO)
-    blind = create_run(Scenario.load(tmp_path / "small.toml", ["audit.curious=false"]), tmp_path / "run")
-    in_memory.train(blind)
-    assert blind.model.read_bytes() == finished.model.read_bytes()
-    assert list((blind.folder / "tape").iterdir()) == []
-    with blind.ledger() as a, finished.ledger() as b:
-        assert [(r["round"], r["accuracy"], r["loss"]) for r in a.rounds()] == [
-            (r["round"], r["accuracy"], r["loss"]) for r in b.rounds()
-        ]
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_run_in_memory_is_the_same_run(finished: Run, tmp_path: Path) -> None:
+def test_the_trained_model_is_the_same_in_memory_and_with_curiosity_off(finished: Run, tmp_path: Path) -> None:
     """What is trained without Flower's transport is what Flower trains, and what is attacked is the same, bit for bit."""
     (tmp_path / "small.toml").write_text(SCENARIO)
-    command = ("run", "--in-memory", str(tmp_path / "small.toml"), "--set", "audit.executor=local", "--log", "json")
-    done = fedgauge(*command, "--runs", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    events = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [e["round"] for e in events if e["event"] == "round"] == [0, 1, 2, 3, 4]
-    assert (events[-1]["event"], events[-1]["state"]) == ("finished", "complete")
-    run = Run.open(Path(events[-1]["folder"]))
-    assert b"run_simulation" not in run.log("flower.log").read_bytes(), "Flower's engine was not started"
-    assert b"run_simulation" in finished.log("flower.log").read_bytes()
-    assert (run.folder / "report.html").stat().st_size > 100_000
-    assert run.model.read_bytes() == finished.model.read_bytes()
+    blind, run = (
+        create_run(Scenario.load(tmp_path / "small.toml", [f"audit.curious={curious}"]), tmp_path / curious)
+        for curious in ("false", "true")
+    )
+    in_memory.train(blind)
+    in_this_process(run)
+    assert blind.model.read_bytes() == run.model.read_bytes() == finished.model.read_bytes()
+    assert list((blind.folder / "tape").iterdir()) == []
     tapes = [{p.name: p.read_bytes() for p in (r.folder / "tape").glob("*.safetensors")} for r in (run, finished)]
     assert len(tapes[0]) > 4 and tapes[0] == tapes[1]
-    with run.ledger() as mine, finished.ledger() as theirs:
-        ledgers = [
-            (
-                [(r["round"], r["accuracy"], r["loss"]) for r in ledger.rounds()],
-                [tuple(o) for o in ledger.observations()],
-                [tuple(r)[:7] for r in ledger.scores()],
-            )
+    with run.ledger() as mine, finished.ledger() as theirs, blind.ledger() as neither:
+        rounds, mine_too, expected = (
+            [(r["round"], r["accuracy"], r["loss"]) for r in ledger.rounds()] for ledger in (neither, mine, theirs)
+        )
+        assert rounds == mine_too == expected
+        found, expected = (
+            ([tuple(o) for o in ledger.observations()], [tuple(r)[:7] for r in ledger.scores()])
             for ledger in (mine, theirs)
-        ]
-        assert ledgers[0] == ledgers[1]
+        )
+        assert found == expected
 
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(finished: Run, tmp_path: Path) -> None:
+def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SCENARIO)
     whole = create_run(Scenario.load(tmp_path / "small.toml", [], 60), tmp_path / "whole")
     in_memory.train(whole)
@@ -210,8 +194,13 @@ def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(finished: Run, t
     run = Run(ledger_file.parent)
     assert driver.returncode == 130 and f"fedgauge run --resume {run.folder}" in told
     assert marked_processes() == [] and not run.model.exists()
-    done = fedgauge("run", "--in-memory", "--resume", str(run.folder), "--log", "quiet")
+    done = fedgauge("run", "--in-memory", "--resume", str(run.folder), "--log", "json")
     assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [e["round"] for e in events if e["event"] == "round"][-1] == 60
+    assert (events[-1]["event"], events[-1]["state"]) == ("finished", "complete")
+    assert (run.folder / "report.html").stat().st_size > 100_000
+    assert b"run_simulation" not in run.log("flower.log").read_bytes(), "Flower's engine was not started"
     assert run.model.read_bytes() == whole.model.read_bytes()
 
 

@@ -73,22 +73,6 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_what_a_failed_training_had_sent_is_attacked_before_its_failure_is_reported(
-    begun: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, scenario = begun(QUICK)
-
-    def work(ledger: Ledger, interrupt: Interrupt) -> None:
-        raise TrainingFailed("the link is down")
-
-    trains(monkeypatch, work)
-    with pytest.raises(TrainingFailed, match="link"):
-        simulate(run, scenario, quietly(), Interrupt())
-    with run.ledger() as ledger:
-        assert (ledger.progress().done, ledger.progress().total) == (8, 8)
-    assert run.holder("audit") is None
-
-
 def test_an_attack_service_that_dies_is_reported_with_the_end_of_its_log(
     begun: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,19 +145,26 @@ class Ended:
         raise TrainingFailed("the federation failed")
 
 
-@pytest.mark.parametrize("interrupting", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_a_ctrl_c_while_the_training_ends_is_no_failure(
-    begun: Made, monkeypatch: pytest.MonkeyPatch, interrupting: bool
+def test_what_a_failed_training_had_sent_is_attacked_before_its_failure_is_reported(
+    begun: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, scenario = begun(QUICK)
     monkeypatch.setattr(module, "TrainingProcess", Ended)
-    monkeypatch.setattr(Ended, "interrupting", interrupting)
-    with Interrupt().caught() as interrupt:
-        if interrupting:
-            simulate(run, scenario, quietly(), interrupt)
-        else:
-            with pytest.raises(TrainingFailed):
-                simulate(run, scenario, quietly(), interrupt)
-    assert interrupt.asked == interrupting
+    with Interrupt().caught() as interrupt, pytest.raises(TrainingFailed):
+        simulate(run, scenario, quietly(), interrupt)
+    assert not interrupt.asked
     with run.ledger() as ledger:
-        assert ledger.meta()["state"] == ("interrupted" if interrupting else "failed")
+        assert ledger.meta()["state"] == "failed"
+        assert (ledger.progress().done, ledger.progress().total) == (8, 8)
+    assert run.holder("audit") is None
+
+
+def test_a_ctrl_c_while_the_training_ends_is_no_failure(begun: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, scenario = begun(QUICK)
+    monkeypatch.setattr(module, "TrainingProcess", Ended)
+    monkeypatch.setattr(Ended, "interrupting", True)
+    with Interrupt().caught() as interrupt:
+        simulate(run, scenario, quietly(), interrupt)
+    assert interrupt.asked
+    with run.ledger() as ledger:
+        assert ledger.meta()["state"] == "interrupted"
