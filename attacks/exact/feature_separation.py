@@ -42,7 +42,7 @@ HISTORY = 50  # of L-BFGS
 
 @dataclass(frozen=True)
 class feature_separation(EachByItself):
-    """A batch of fewer examples than classes, by what the fully connected layers at the network's end read of each example.
+    """A batch of fewer examples than classes, by what the last fully connected layers read of each.
 
     Where these are fewer numbers than an example has, the images also match the gradients, under a Gaussian prior by class.
     """
