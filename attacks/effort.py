@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from fedgauge.attacks.engine.computation import InputLayer, dense_input_layer
+from fedgauge.attacks.exact.feature_separation import tail_of
 from fedgauge.attacks.exact.patch_embedding import patches_read
 from fedgauge.attacks.exact.recursive import stages_of
 from fedgauge.attacks.limits import noise_is_known
@@ -65,6 +66,15 @@ def _readable(fed: Federation) -> bool:
     return dense is not None and dense.relu and bool(dense.call.bias)
 
 
+def _separable(fed: Federation) -> bool:
+    """Return whether fewer labelled images than classes are behind an undefended update of one step, or a group's sum."""
+    dataset, chain = fed.shards.dataset, fed.chain
+    images = dataset.labelled and bool(dataset.mean) and not dataset.y.is_floating_point()
+    fewer = fed.shards.batch_size * len(fed.protocol.groups(1)[0]) < dataset.classes
+    hidden = bool(chain.hidden) or noise_is_known(fed) or _has(fed, StochasticLayer)
+    return images and fewer and chain.local.one_gradient and not hidden
+
+
 def _has(fed: Federation, kind: type[nn.Module]) -> bool:
     return any(isinstance(module, kind) for module in fed.model.modules())
 
@@ -74,6 +84,7 @@ WORKS: Mapping[str, Callable[[Federation], bool]] = {
     "analytic": lambda fed: _alone(fed) and _dense(fed) is not None,
     "patch_embedding": lambda fed: _alone(fed) and _works(patches_read, fed),
     "recursive": lambda fed: _alone(fed) and _dense(fed) is None and _works(stages_of, fed),
+    "feature_separation": lambda fed: _separable(fed) and _works(tail_of, fed),
     "spear": lambda fed: _readable(fed) and not noise_is_known(fed),
     "spear_plus_plus": _readable,
     "exact": _alone,
@@ -113,6 +124,7 @@ CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("quick", {"use": "analytic"}),
     ("quick", {"use": "patch_embedding"}),
     ("quick", {"use": "recursive"}),
+    ("quick", {"use": "feature_separation"}),
     ("quick", {"use": "spear"}),
     ("standard", {"use": "spear_plus_plus"}),
     ("quick", {"use": "exact"}),

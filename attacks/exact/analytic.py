@@ -45,7 +45,7 @@ def _inverted(
     signal = gradient[above.bias]  # dL/d(pre-activation)
     value = _rank_one_input(gradient[above.weight], signal)
     for below, activation in zip(layers[-2::-1], activations[::-1], strict=True):
-        signal = (alone.params[above.weight].double().T @ signal) * _slope(activation, value)
+        signal = (alone.params[above.weight].double().T @ signal) * slope_of(activation, value)
         value, above = _rank_one_input(gradient[below.weight], signal), below
     if not bool(signal.any()):
         reason = "the first biased layer's gradient is zero"
@@ -59,7 +59,7 @@ def _rank_one_input(weight: Tensor, signal: Tensor) -> Tensor:
     return (signal @ weight) / signal.square().sum()
 
 
-def _slope(activation: str, value: Tensor) -> Tensor:
+def slope_of(activation: str, value: Tensor) -> Tensor:
     """The activation's derivative, from its output value."""
     if activation == "relu":
         return (value > 1e-9).double()

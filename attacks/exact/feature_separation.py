@@ -1,0 +1,170 @@
+"""Separates a batch by the last layers' gradients, which determine what these layers read of each example.
+
+The last layer's gradient is a sum of error signals times inputs, of rank B, so the inputs are M R with unknown M (B, B). The error
+signals follow from them and the labels, and the gradient determines M. Each fully connected layer before it is a linear system
+then, as in R-GAP (Zhu and Blaschko, ICLR 2021).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedgauge.attacks import label_restoration as labelling
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Streams, Wave
+from fedgauge.attacks.engine.compatibility import doubled
+from fedgauge.attacks.engine.computation import LayerCall, activation_between, layer_calls, layer_inputs
+from fedgauge.attacks.engine.gradient_distances import each, squared
+from fedgauge.attacks.engine.optimizers import lbfgs, minimise
+from fedgauge.attacks.exact.analytic import slope_of
+from fedgauge.attacks.exact.closed_form import EachByItself, Reader
+from fedgauge.attacks.matching.gradient_matching import GradientMatching
+from fedgauge.attacks.matching.objective import Objective
+from fedgauge.attacks.matching.priors import Energy, Prior, gaussian
+from fedgauge.attacks.matching.search import LBFGSSearch
+from fedgauge.client.models.losses import is_cross_entropy
+from fedgauge.client.rng import generator
+from fedgauge.client.update import Params, Update
+
+STARTS = 16  # of the separation; at the first, examples of equal labels are alike
+APART = 0.01  # deviation of the others
+SOLVED = 1e-6  # relative error of the last layer's gradient, below which no other start is tried
+SEPARATED = 1e-3  # above which it is not that of a batch
+OFF = 1e-4  # of the largest input; smaller ones count as a ReLU that was off
+SHARE = 1e-3  # of the Gaussian prior, where the features do not determine the images
+HISTORY = 50  # of L-BFGS
+
+
+@dataclass(frozen=True)
+class feature_separation(EachByItself):
+    """A batch of fewer examples than classes, by what the last fully connected layers read of each.
+
+    Where these are fewer numbers than an example has, the images also match the gradients, under a Gaussian prior by class.
+    """
+
+    needs_derivative = True
+
+    def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
+        if not known.chain.local.one_gradient or not is_cross_entropy(known.loss):
+            raise ValueError("the attack needs a single gradient of a cross entropy")
+        if known.batch_size >= known.classes:
+            raise ValueError(f"{known.batch_size} examples are not fewer than {known.classes} classes")
+        tail = tail_of(known.model, known.shape)
+        return [partial(_read, tail, budget, stream) for stream in streams]
+
+
+def tail_of(model: nn.Module, shape: Sequence[int]) -> list[tuple[LayerCall, str]]:
+    """The fully connected layers at a network's end, from the last, each with the activation through which it reads the next.
+
+    Raises:
+        ValueError: the last layer is not fully connected, or has no bias.
+    """
+    above, *calls = reversed(layer_calls(model, shape))
+    if not above.dense or above.input.ndim != 2 or not above.bias:
+        raise ValueError(f"layer {above.name!r} ends the network, and a fully connected one with a bias has to")
+    tail = []
+    for below in calls:
+        if not below.dense or below.input.ndim != 2:
+            break
+        try:
+            tail.append((above, activation_between(below, above)))
+        except ValueError:  # what lies between them is not known
+            break
+        above = below
+    return [*tail, (above, "")]
+
+
+def _read(
+    tail: Sequence[tuple[LayerCall, str]], budget: Budget, stream: Stream, alone: Wave, known: Knowledge
+) -> Reconstruction:
+    y, size, pixels = labelling.restore(alone, known), known.batch_size, prod(known.shape)
+    gradient = {k: -t.double() / known.scale for k, t in alone.alone(0).items()}
+    params = {k: t.double() for k, t in alone.params.items()}
+    features = _Features(1.0, tail[-1][0].name, _inputs(tail, gradient, params, y[0]))
+    if features.inputs.shape[1] < pixels:
+        objective = Objective(each(squared()), (features, gaussian(2 * SHARE / (size * pixels), by_class=True)))
+        engine = GradientMatching(objective, LBFGSSearch(history=HISTORY, double=True))
+        return engine.reconstruct(alone, replace(known, labels=y), budget, [stream])[0]
+    distances = features.distances(doubled(known), params)
+
+    def evaluate(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        x = points.detach().requires_grad_()
+        with torch.enable_grad():
+            values = distances(x.view(-1, *known.shape), chosen)
+            return values.detach(), torch.autograd.grad(values.sum(), x)[0]
+
+    start = torch.randn(size, pixels, generator=stream("start", 0)).double()
+    found = minimise(evaluate, start, torch.full((size,), budget.iterations), lbfgs(history=HISTORY))
+    x, spent = known.examples(found.x.view(-1, *known.shape)).float(), int(found.spent.max())
+    return Reconstruction(x, y[0], float(found.f.mean()), spent, 0.0, "converged")
+
+
+@dataclass(frozen=True, eq=False)
+class _Features(Prior):
+    """The squared distance from what a fully connected layer reads (B, n), relative to its variance."""
+
+    weight: float
+    layer: str
+    inputs: Tensor
+
+    def distances(self, known: Knowledge, params: Params) -> Callable[[Tensor, Tensor], Tensor]:
+        """The distances (N,) of normalised images (N, ...) from the examples of these numbers (N,)."""
+        module, variance = known.model.get_submodule(self.layer), self.inputs.var()
+
+        def of(x: Tensor, chosen: Tensor) -> Tensor:
+            ((_, read),) = layer_inputs(known.model, params, [module], x)
+            return (read - self.inputs[chosen]).square().mean(1) / variance
+
+        return of
+
+    def bind(self, known: Knowledge, params: Params) -> Energy:
+        distances, every = self.distances(known, params), torch.arange(len(self.inputs))
+        return lambda x: distances(x, every).mean()
+
+
+def _inputs(tail: Sequence[tuple[LayerCall, str]], gradient: Update, params: Params, y: Tensor) -> Tensor:
+    """What the first layer of the tail reads of each example (B, n)."""
+    inputs, signals = _separated(tail[0][0], gradient, params, y)
+    for (above, activation), (below, _) in pairwise(tail):
+        value = F.hardshrink(inputs, OFF * float(inputs.abs().max()))
+        signals = signals @ params[above.weight] * slope_of(activation, value)
+        inputs = torch.linalg.lstsq(signals.T, gradient[below.weight]).solution
+    return inputs
+
+
+def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor) -> tuple[Tensor, Tensor]:
+    """What the last layer reads of each example (B, n), and the error signals of its logits (B, classes), divided by B."""
+    from scipy.optimize import least_squares
+
+    weight, bias, size = params[last.weight], params[last.bias], len(y)
+    whole = torch.cat([gradient[last.weight], gradient[last.bias][:, None]], 1)  # the bias reads 1 of each example
+    left, values, right = torch.linalg.svd(whole, full_matrices=False)
+    left, right = left[:, :size] * values[:size], right[:size]
+    truth, logits = F.one_hot(y, len(weight)).double(), right[:, :-1] @ weight.T
+
+    def signals(mix: Tensor) -> Tensor:
+        return (torch.softmax(mix @ logits + bias, 1) - truth) / size
+
+    def off(mix: Tensor) -> Tensor:
+        return torch.cat([((signals(mix).T @ mix - left) / values[0]).flatten(), mix @ right[:, -1] - 1])
+
+    rng, best, error = generator("starts of a separation"), right[:, :size], torch.inf
+    for i in range(STARTS):
+        near = (torch.softmax(bias, 0) - truth).T / size
+        near = near + min(i, 1) * APART * torch.randn(near.shape, generator=rng, dtype=torch.float64)
+        start = torch.linalg.lstsq(near, left).solution.flatten().numpy()
+        found = least_squares(
+            lambda v: off(torch.from_numpy(v).view(size, size)).numpy(), start, method="lm", xtol=1e-15, ftol=1e-15
+        )
+        if found.cost < error:
+            best, error = torch.from_numpy(found.x).view(size, size), float(found.cost)
+        if error < SOLVED**2:
+            break
+    if not error < SEPARATED**2:
+        raise ValueError(f"the last layer's gradient is not that of {size} examples, up to {error**0.5:.0e}")
+    return best @ right[:, :-1], signals(best)

@@ -1,0 +1,60 @@
+"""A batch is separated by its last layers, and each image found by what they read of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
+from fedgauge.attacks.exact.feature_separation import feature_separation
+from fedgauge.attacks.modality.image_metrics import psnr
+from fedgauge.client.chain import Chain, chain
+from fedgauge.client.gradient import gradient
+from fedgauge.client.local_training import local_sgd
+from fedgauge.client.models.vision import convsmall, detached_params, lenet, mlp
+from fedgauge.client.psnr import match
+from fedgauge.client.update import Batch
+from fedgauge.defenses.noise import gaussian
+from tests.attacks.exact.test_recursive import BARE, CLASSES, MEAN, STD, normalise, smooth
+
+SHAPE = (1, 16, 16)
+
+
+def batch(labels: list[int], seed: int = 0) -> Batch:
+    return Batch(torch.cat([smooth(seed + i, SHAPE).x for i in range(len(labels))]), torch.tensor(labels))
+
+
+def attack(model: nn.Module, own: Batch, links: Chain = BARE, iterations: int = 150) -> Reconstruction:
+    params = detached_params(model)
+    update = links(gradient(model, normalise=normalise))(params, own, torch.Generator().manual_seed(1))
+    public = batch(list(range(CLASSES)) * 4, seed=100)
+    known = Knowledge(model, links, SHAPE, CLASSES, len(own.y), (MEAN,), (STD,), labels=own.y[None], auxiliary=public)
+    wave = Wave.stack([Observation(1, 0, params, update)])
+    streams = [lambda *purpose: torch.Generator().manual_seed(2)]
+    return feature_separation().reconstruct(wave, known, Budget(iterations), streams)[0]
+
+
+def worst(own: Batch, result: Reconstruction) -> float:
+    assert result.status == "converged" and result.x is not None, result.reason
+    return float(psnr(own.x, result.x[match(own.x, result.x)]).min())
+
+
+@pytest.mark.parametrize("labels", [[3], [1, 4, 7, 8], [2, 5, 5, 0]], ids=["one", "distinct", "equal"])
+@pytest.mark.parametrize("make", [lambda: convsmall(SHAPE, CLASSES), lambda: mlp(SHAPE, CLASSES, [64, 32])])
+def test_features_of_a_batch_determine_its_images(make, labels: list[int]) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    own = batch(labels)
+    assert worst(own, attack(make(), own)) > 40
+
+
+def test_few_features_are_matched_together_with_the_gradients() -> None:
+    torch.manual_seed(0)
+    own = batch([1, 4])
+    assert worst(own, attack(lenet(SHAPE, CLASSES), own)) > 20
+
+
+def test_noise_and_too_many_examples_are_declined() -> None:
+    torch.manual_seed(0)
+    model = convsmall(SHAPE, CLASSES)
+    noisy = chain(gaussian(0.1), local_sgd(0.1))
+    for own, links in ((batch([1, 4]), noisy), (batch([0] * CLASSES), BARE)):
+        assert attack(model, own, links).status == "not_applicable"
