@@ -156,7 +156,7 @@ def test_the_images_of_the_guides_masks_are_read_exactly(folder: Path) -> None:
     ("use", "package"),
     [
         ("resnet", "torchvision"),
-        pytest.param("Hugging", "transformers", marks=pytest.mark.full),
+        pytest.param("hugging", "transformers", marks=pytest.mark.full),
     ],
 )
 def test_networks_of_other_packages_give_logits(folder: Path, use: str, package: str) -> None:

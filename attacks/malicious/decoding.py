@@ -61,12 +61,16 @@ class LayerRows:
         used = bias.abs() > FAINT * self.bias.abs().max()
         return LayerRows(weight[used], bias[used])
 
-    def images(self, known: Knowledge) -> Tensor:
-        """Pixels (m, C, H, W) of the mixture of inputs in each row, the strongest row first."""
+    def strongest(self) -> "LayerRows":
+        """The rows with a bias gradient, the largest first."""
         used = self.bias != 0
         order = self.bias[used].abs().argsort(descending=True)
-        inputs = self.weight[used][order] / self.bias[used][order, None]
-        images = known.pixels(inputs.view(-1, *known.shape))
+        return LayerRows(self.weight[used][order], self.bias[used][order])
+
+    def images(self, known: Knowledge) -> Tensor:
+        """Pixels (m, C, H, W) of the mixture of inputs in each row, the strongest row first."""
+        rows = self.strongest()
+        images = known.pixels((rows.weight / rows.bias[:, None]).view(-1, *known.shape))
         return images[torch.isfinite(images).flatten(1).all(1)]
 
 
@@ -141,8 +145,10 @@ def snap_to_grid(x: Tensor) -> Tensor:
 
 
 def decoded(x: Tensor, exact: int, wave: Wave, known: Knowledge, note: str = "on the 8-bit grid") -> Reconstruction:
-    """The result for images (n, C, H, W) of one observation, proven ones first, filled up to a batch, with restored labels."""
+    """The result for images or rows (n, ...) of one observation, proven first, filled up to a batch, with restored labels."""
     size = known.batch_size
-    x = fill_with_mean(x.float().clamp(0, 1), size, known)
-    words = f"{min(exact, size)} of {size} images proven exact ({note})"
+    if len(known.shape) == 3:
+        x = x.clamp(0, 1)
+    x = fill_with_mean(x.float(), size, known)
+    words = f"{min(exact, size)} of {size} {'images' if len(known.shape) == 3 else 'rows'} proven exact ({note})"
     return Reconstruction(x, labels_of(wave, known), 1 - min(exact, size) / size, 1, 0.0, "converged", words)

@@ -24,10 +24,15 @@ from fedgauge.attacks.base import Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.decoding import LayerRows, decoded, input_to_pixels, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack
+from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.client.components import Count, Positive, Table
+from fedgauge.client.label_kinds import LabelKind
+from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.vision import Shape, check_images
-from fedgauge.client.update import Params
+from fedgauge.client.update import Batch, Params
 
+BEYOND = 10.0  # standard deviations of the query below the lowest quantile of rows, where no row lies
+EQUAL = 1e-4  # relative difference up to which two error signals are equal
 POINTS = 1024  # at which the distribution of the query is tabulated
 
 
@@ -41,11 +46,11 @@ class SortingBlock(nn.Module):
 
     def __init__(self, model: nn.Module, shape: Shape, bins: int, members: int = 0) -> None:
         super().__init__()
-        channels, height, width = shape
+        channels, size = shape[0], math.prod(shape)
         self.members, read = members, members * (channels + 1) or channels
         self.kernels = nn.Conv2d(channels, read, 3, padding=1) if members else nn.Identity()
-        self.query = nn.Linear(read * height * width, bins)
-        self.back = nn.Linear(1, channels * height * width, bias=False)
+        self.query = nn.Linear(read * size // channels, bins)
+        self.back = nn.Linear(1, size, bias=False)
         nn.init.zeros_(self.back.weight)
         self.rest = model
 
@@ -57,8 +62,13 @@ class SortingBlock(nn.Module):
 
 
 def imprint_block(model: nn.Module, shape: Shape, bins: int = 64) -> SortingBlock:
-    """The model behind a fully connected block of `bins` rows, which leaves images unchanged until it is crafted."""
-    check_images(shape)
+    """The model behind a fully connected block of `bins` rows, which leaves examples unchanged until it is crafted.
+
+    Raises:
+        ValueError: the examples are neither images nor rows of a table.
+    """
+    if len(shape) != 1 or isinstance(model, LanguageModel):
+        check_images(shape)
     return SortingBlock(model, shape, bins)
 
 
@@ -122,6 +132,8 @@ def sorting_query(bins: int, strength: float, known: Knowledge, rng: Generator) 
 def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float]:
     """Thresholds (K,) of a query with weights >= 0 of sum 1, and the standard deviation of its values."""
     inner = torch.arange(1, bins, dtype=torch.float64) / bins
+    if len(known.shape) == 1:
+        known.enough(2)  # there is no usual spread of a table's columns
     if known.auxiliary is None or len(known.auxiliary.x) < 2:
         scale, offset = input_to_pixels(known)
         centre = float(weights @ offset) if known.mean else 0.5
@@ -131,8 +143,10 @@ def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float
         values = known.auxiliary.x.flatten(1).double() @ weights
         spread = float(values.std())
         quantiles = quantile_levels(values, bins)
-    below = torch.tensor([-spread], dtype=torch.float64)  # below every image: pixels are not negative
-    return torch.cat([below, quantiles]), spread
+    below = -spread  # below every image: pixels are not negative
+    if len(known.shape) == 1:
+        below = float(quantiles.min()) - BEYOND * spread
+    return torch.cat([torch.tensor([below], dtype=torch.float64), quantiles]), spread
 
 
 def quantile_levels(values: Tensor, bins: int) -> Tensor:
@@ -154,14 +168,47 @@ def quantile_levels(values: Tensor, bins: int) -> Tensor:
 
 @dataclass(frozen=True)
 class read_imprint(ClosedForm):
-    """Reads the images of an imprinted batch: each bin's image, or a weighted mean of several.
+    """Reads the images or rows of an imprinted batch: each bin's example, or a weighted mean of several.
 
-    Clients may take several local steps, and the batch may be that of a secure sum.
+    Clients may take several local steps, and the batch may be that of a secure sum. Rows are only proven from one gradient, by
+    their classes (`sole_rows`).
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         prefix, _ = sorting_block(known)
-        return partial(read_bins, f"{prefix}query")
+        return partial(read_rows if len(known.shape) == 1 else read_bins, f"{prefix}query")
+
+
+def read_rows(layer: str, alone: Wave, known: Knowledge) -> Reconstruction:
+    """The rows of one observation, each from the difference of two rows of a layer that reads them; proven ones first."""
+    bins = LayerRows.of(alone.alone(0), layer).differences().strongest()
+    x = (bins.weight / bins.bias[:, None]).float()
+    proven = sole_rows(x, bins.bias * known.batch_size / known.scale, f"{layer}.bias", alone, known)
+    x = known.examples(torch.cat([x[proven], x[~proven]]))
+    return decoded(x, int(proven.sum()), alone, known, "by the error signal of their bin")
+
+
+def sole_rows(x: Tensor, signals: Tensor, bias: str, alone: Wave, known: Knowledge) -> Tensor:
+    """Return whether each row x (m, D) is the only one of its bin, (m,): the bin's error signal is then its own.
+
+    The server computes the signal of the row under each class. Several rows add their signals up, so their mean, read as one row,
+    has another. A number as label can explain any signal and proves nothing. After Diana et al. (2026, VGIA), who test the subspace
+    of several queries instead.
+
+    Args:
+        signals: (m,) of the bins, of the sum of the examples' gradients.
+        bias: name of the parameter whose first entry every example turns on.
+    """
+    if type(known.label_kind) is not LabelKind or not known.chain.local.one_gradient:
+        return torch.zeros(len(x), dtype=torch.bool)
+    y = torch.arange(known.classes).repeat_interleave(len(x))
+    entry = torch.zeros_like(alone.params[bias])
+    entry[0] = 1
+    direction = torch.cat([(entry if k == bias else torch.zeros_like(p)).flatten() for k, p in alone.params.items()])
+    gradients = CandidateGradients(known, alone.params, Batch(x.repeat(known.classes, 1), y))
+    own = gradients.products(direction[None]).view(known.classes, len(x))
+    found: Tensor = ((own - signals).abs() <= EQUAL * signals.abs()).any(0)
+    return found
 
 
 def read_bins(layer: str, alone: Wave, known: Knowledge, members: int = 0) -> Reconstruction:

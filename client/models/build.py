@@ -1,6 +1,7 @@
 """A network from its table: its layers, its initial weights, and the changes by adapters, a defense or a malicious server."""
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,12 +38,19 @@ def build_model(
         torch.manual_seed(seed_of(seed, "model"))
         _refuse_other_examples(own, where, offered)
         model: nn.Module = build(own, where, MODEL, offered, more_keys=(*more_keys, *_CHANGES))
+        if isinstance(model, getattr(sys.modules.get("transformers"), "PreTrainedModel", ())):
+            model.register_forward_hook(_logits)
         for place, change, kind in changes_of(table, where):
             model = build(change, place, kind, {**offered, "model": model})
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             raise SpecError(f"{where}: layer {name!r} is lazy: let the factory run one example through the network")
     return model
+
+
+def _logits(network: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Return the logits of Hugging Face's networks, which are one of several outputs."""
+    return getattr(outputs, "logits", outputs)
 
 
 def changes_of(table: Table, where: str) -> list[tuple[str, Table, ComponentKind]]:

@@ -88,7 +88,7 @@ def form_of(
     kinds = {(x.ndim, np.issubdtype(x.dtype, np.floating)) for x in arrays}
     if kinds == {(2, False)} and language is not None:
         data = {"use": "token_ids", "tokenizer_folder": language["folder"]}
-        next_token = len(output) == 3
+        next_token = language["next_token"]
         if next_token:
             data["task"] = "next_token"
         length = max(x.shape[1] for x in arrays)

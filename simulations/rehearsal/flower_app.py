@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
 
@@ -182,6 +183,7 @@ class AppGrid(Grid):
     def _answered(self, message: Message) -> Message:
         self._asked = 0
         message.metadata.__dict__["_message_id"] = message.object_id  # as Flower's own grids do
+        message = message_from_proto(message_to_proto(message))  # a client may change its own, as SecAgg+'s mod does
         node = message.metadata.dst_node_id
         context = self._contexts[node]
         try:

@@ -63,7 +63,7 @@ class Training:
     Attributes:
         network: the first module that a pass with gradients called and that has parameters to train.
         x, y: inputs and labels of each pass.
-        output: shape of the network's output.
+        output, values: shape of the network's output, and its values in the last pass.
         losses: name and options of each loss that was computed from a pass.
         scales: of each backward pass, the value that was minimised by the loss that was computed from it.
         dp: noise multiplier, clipping norm and expected batch size of Opacus' optimizer.
@@ -78,6 +78,7 @@ class Training:
     x: list[Tensor] = field(default_factory=list)
     y: list[Tensor | None] = field(default_factory=list)
     output: tuple[int, ...] = ()
+    values: Tensor | None = None
     losses: dict[str, dict[str, Any]] = field(default_factory=dict)
     scales: list[float] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -121,7 +122,7 @@ class Training:
             return
         named = {k: v for k, v in _named(module, args, kwargs).items() if isinstance(v, Tensor)}
         ids = named.get("input_ids")
-        tensors = list(named.values()) if ids is None else [ids]
+        tensors = [t for name, t in named.items() if name != "labels"] if ids is None else [ids]
         if ids is not None:
             self._reads(named)
             if self.start is not None and not self.x:
@@ -175,16 +176,19 @@ class Training:
                 self.passed = type(module).__name__, outputs
             return
         if isinstance(result, Tensor):
-            self.output = tuple(result.shape)
+            self.output, self.values = tuple(result.shape), result.detach()
         else:
             many = len(result) if isinstance(result, Sequence | Mapping) else 1
             self.notes["output"] = f"returns a {type(result).__name__} of {many} parts"
 
     def computes(self, name: str, call: inspect.BoundArguments, value: object) -> None:
         """Note a loss: its target belongs to the last pass."""
+        of, target = call.arguments.get("input"), call.arguments.get("target")
+        if name == "binary_cross_entropy" and isinstance(of, Tensor) and self.values is not None:
+            odds = self.values.sigmoid().flatten()
+            name += "_with_logits" if torch.equal(of.flatten(), odds) else ""  # the app calls sigmoid itself
         options = {k: v for k, v in call.arguments.items() if k not in ("input", "target", "size_average", "reduce")}
         self.losses[name] = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in options.items()}
-        of, target = call.arguments.get("input"), call.arguments.get("target")
         if not isinstance(of, Tensor) or not isinstance(target, Tensor) or not isinstance(value, Tensor):
             return
         if self.output and of.numel() != math.prod(self.output):

@@ -94,14 +94,14 @@ def _facts(seen: Training, name: str, language: Mapping[str, Any] | None, folder
         if seen.start and language is None:  # of some layers the values may never travel
             folder.mkdir(exist_ok=True, mode=0o700)
             run_files.write(folder / WEIGHTS, save(seen.start))
-        norms = any(isinstance(m, _BatchNorm) and m.training for m in network.modules())
-        drops = "dropout" in seen.notes and not norms and language is None  # which eval mode leaves out
-        facts["mode"] = "train" if seen.modes[""] and not drops else "eval"
+        norms = {seen.modes[name] for name, m in network.named_modules() if isinstance(m, _BatchNorm)}
+        drops = "dropout" in seen.notes and True not in norms and language is None  # which eval mode leaves out
+        facts["mode"] = "train" if seen.modes[""] and norms != {False} and not drops else "eval"
     labels = [y for y in seen.y if y is not None]
     if language is not None and seen.x:
         most = max(x.shape[1] for x in seen.x)
         seen.x = [F.pad(x, (0, most - x.shape[1]), value=language["pad"]) for x in seen.x]
-        if len(seen.output) == 3:  # the words themselves are learnt
+        if language["next_token"]:  # the words themselves are learnt
             labels = [x[:, 0] for x in seen.x]
     if seen.x and _alike(seen.x):
         y = torch.cat(labels) if len(labels) == len(seen.x) and _alike(labels) else torch.zeros(0)

@@ -75,6 +75,17 @@ for _ in range(rounds):
     replies = grid.send_and_receive([Message(RecordDict({"arrays": state}), n, "train") for n in grid.get_node_ids()])
     states = [reply.content["arrays"].to_torch_state_dict() for reply in replies]
     state = ArrayRecord({name: sum(s[name] for s in states) / len(states) for name in states[0]})"""
+BERT = {
+    "imports": "import transformers\n",
+    "further": """def network(kind):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=60, max_position_embeddings=16, **sizes, **drops)
+    return getattr(transformers, f"BertFor{kind}Classification")(config)
+
+
+""",
+}
 SHAPES: dict[str, dict[str, str]] = {
     "plain": {},
     # --------------------------------------------------------------------------------------------- the training
@@ -284,6 +295,15 @@ optimizer.step()""",
     optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)""",
     },
     "dropped": {"norm": "nn.Dropout(0.2), "},
+    "outside": {
+        "outputs": "1",
+        "train": """nn.functional.binary_cross_entropy(net(x).sigmoid()[:, 0], (y > 4).float()).backward()
+optimizer.step()""",
+    },
+    "amplified": {
+        "forward": "self.head(self.body((1e4 * x).sin()))",
+        "train": PLAIN["train"].replace("net(x)", "net((x - 0.3) / 0.2)"),
+    },
     "compiled": {"train": PLAIN["train"].replace("net(x)", 'torch.compile(net, backend="eager")(x)')},
     "counted": {
         "further": """@client.train("count")
@@ -312,6 +332,50 @@ optimizer.step()""",
         "further": "def half(state):\n    return {k: v.half() if v.is_floating_point() else v for k, v in state.items()}\n\n\n",
         "upload": "half(net.state_dict())",
         "start": "half(Net().state_dict())",
+    },
+    "settled_norm": {"norm": "nn.BatchNorm2d(width), ", "optimizer": PLAIN["optimizer"] + "\n    net.body.eval()"},
+    "pictures": {
+        "imports": "from transformers import ResNetConfig, ResNetForImageClassification\n",
+        "further": """def network():
+    sizes = {"num_channels": 1, "embedding_size": 4, "hidden_sizes": [4], "depths": [1], "num_labels": 10}
+    return ResNetForImageClassification(ResNetConfig(**sizes))
+
+
+""",
+        "network": "network()",
+        "train": "net(pixel_values=x, labels=y).loss.backward()\noptimizer.step()",
+        "start": "network().state_dict()",
+    },
+    "tags": {
+        **BERT,
+        "network": 'network("Token")',
+        "train": "net(input_ids=y.view(2, 4), labels=y.view(2, 4) % 2).loss.backward()\noptimizer.step()",
+        "start": 'network("Token").state_dict()',
+    },
+    "next_words": {  # whose state_dict has a tied weight twice
+        "imports": "from transformers import GPT2Config, GPT2LMHeadModel\n",
+        "further": """def network():
+    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=60, n_positions=16, n_embd=64, n_layer=2, n_head=2, **drop))
+
+
+""",
+        "network": "network()",
+        "train": """rng = torch.Generator().manual_seed(context.node_id - 1)
+ids = torch.randint(0, 59, (2, 8), generator=rng)
+nn.functional.cross_entropy(net(ids).logits[:, :-1].reshape(-1, 60), ids[:, 1:].reshape(-1)).backward()
+optimizer.step()""",
+        "examples": "2",
+        "start": "network().state_dict()",
+    },
+    "sentences": {
+        **BERT,
+        "network": 'network("Sequence")',
+        "train": """rng = torch.Generator().manual_seed(context.node_id - 1)
+ids = torch.randint(5, 60, (1, 8), generator=rng)
+net(input_ids=ids, attention_mask=torch.ones_like(ids), labels=y[:1] % 2).loss.backward()
+optimizer.step()""",
+        "start": 'network("Sequence").state_dict()',
     },
     "frozen": {
         "further": "def body():\n    torch.manual_seed(0)\n    return Net()\n\n\n",
@@ -383,6 +447,7 @@ for name, p in net.named_parameters():
     # ----------------------------------------------------------------------------------------------- the clients
     "retrying": {"train": PLAIN["train"] + "\nimport time\nprint('Retrying in 1s', flush=True)\ntime.sleep(1)"},
     "decaying": {"optimizer": PLAIN["optimizer"].replace("0.1", '0.1 / message.content["config"]["server-round"]')},
+    "popped": {"optimizer": PLAIN["optimizer"].replace("0.1", '0.1 * message.content["config"].pop("server-round")')},
     "unequal": {"count": "8 - partition % 2"},
     # ---------------------------------------------------------------------------------------------- the uploads
     "gradients": {

@@ -1,5 +1,6 @@
 """Imprinting: as many images are read as are alone in their bin, which theory says on paper, and what is called exact is."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -13,6 +14,7 @@ from fedgauge.attacks.malicious.decoding import LayerRows, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.imprint import SortingBlock, imprint, imprint_block, read_imprint
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.local_training import local_sgd
+from fedgauge.client.models.columns import Column, Columns
 from fedgauge.client.models.vision import lenet, mlp
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Params
@@ -173,7 +175,7 @@ def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="strength"):
         imprint(strength=0.0)
     with pytest.raises(ValueError, match="images"):
-        imprint_block(mlp(SHAPE, 2), (16,), 4)
+        imprint_block(mlp(SHAPE, 2), (2, 8), 4)
     with pytest.raises(ValueError, match="bins"):
         crafted(knowledge(network(8), 1), 4)
     check_refused(imprint(4), read_imprint(), knowledge(mlp(SHAPE, CLASSES), 1))
@@ -189,3 +191,63 @@ def test_the_grid_knows_images_from_mixtures(seed: int, share: float) -> None:
     assert torch.equal(snap_to_grid(x + noise), x.float())
     assert not bool(on_grid(share * x[:1] + (1 - share) * x[1:]).any())
     assert not bool(on_grid(x + 1).any()), "out of range"
+
+
+ROWS = Columns(
+    (Column("age", mean=40.0, std=15.0), Column("trade", ("a", "b", "c")), Column("hours", mean=30.0, std=9.0))
+)
+
+
+def table(seed: int, n: int) -> Batch:
+    """Rows with a whole age and whole hours."""
+    rng = torch.Generator().manual_seed(seed)
+    cells = [
+        torch.randint(16, 90, (n,), generator=rng),
+        torch.randint(3, (n,), generator=rng),
+        torch.randint(1, 60, (n,), generator=rng),
+    ]
+    return Batch(ROWS.rows(torch.stack(cells, 1).double()), torch.randint(2, (n,), generator=rng))
+
+
+def of_rows(bins: int, size: int, links: Chain | None = None, seed: int = 0) -> Knowledge:
+    torch.manual_seed(seed)
+    model = imprint_block(mlp((ROWS.entries,), 2, hidden=[20]), (ROWS.entries,), bins)
+    links = links or chain(local_sgd(0.1))
+    return Knowledge(model, links, (ROWS.entries,), 2, size, (), (), auxiliary=table(10**6, 500), columns=ROWS)
+
+
+def test_rows_alone_in_their_bins_are_proven_and_no_others() -> None:
+    """Of 16 rows in 64 bins (1 - 1/64)^15 = 79 % are alone, and of any in one bin the mean is not taken for a row."""
+    alone = proved = 0
+    for k in range(20):
+        known, batch = of_rows(64, 16, seed=k), table(k, 16)
+        params = craft(imprint(64), known, k)
+        found = read(read_imprint(), known, params, answer(known, params, batch))
+        bin_of_each = (batch.x.double() @ params["query.weight"].double().T + params["query.bias"].double() > 0).sum(1)
+        assert int(bin_of_each.min()) > 0, "below the lowest threshold there is no row"
+        alone += int((bin_of_each.bincount() == 1).sum())
+        assert found.x is not None and found.x.shape == batch.x.shape
+        for x in found.x[: proven(found)]:
+            assert float((batch.x - x).abs().amax(1).min()) < 1e-2, "what is proven is a row of the batch"
+        proved += proven(found)
+    rate = (1 - 1 / 64) ** 15
+    assert abs(alone / 320 - rate) < 4 * (rate * (1 - rate) / 320) ** 0.5
+    assert 0.9 * alone <= proved <= alone
+
+
+def test_equal_rows_of_one_bin_are_read_and_not_proven() -> None:
+    """Their signals add up to twice the row's."""
+    known, one = of_rows(8, 2), table(1, 1)
+    params = craft(imprint(8), known)
+    found = read(read_imprint(), known, params, answer(known, params, Batch(one.x.repeat(2, 1), one.y.repeat(2))))
+    assert proven(found) == 0 and found.x is not None
+    assert torch.allclose(ROWS.cells(found.x[0]), ROWS.cells(one.x[0]), atol=1e-2)
+
+
+def test_several_steps_prove_no_row_and_public_rows_are_needed() -> None:
+    known, batch = of_rows(16, 4, chain(local_sgd(0.01, steps=3))), table(2, 4)
+    params = craft(imprint(16), known)
+    found = read(read_imprint(), known, params, answer(known, params, batch))
+    assert proven(found) == 0 and found.status == "converged"
+    with pytest.raises(ValueError, match="auxiliary"):
+        craft(imprint(16), replace(known, auxiliary=None))

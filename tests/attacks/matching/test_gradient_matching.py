@@ -77,7 +77,7 @@ def test_matching_is_the_published_loop_from_start_to_end(recipe: str, attack: G
         (inverting_gradients(), local_sgd(0.1), 150, 3),
         (dlg(), local_sgd(0.1), 300, 1),
         (idlg(), local_sgd(0.1), 150, 3),
-        (surrogate(tv=0.001), local_sgd(0.05, 4), 200, 3),
+        (surrogate(tv=0.001), local_sgd(0.05, 4), 100, 3),
     ],
     ids=["inverting_gradients", "dlg", "idlg", "surrogate"],
 )

@@ -127,7 +127,7 @@ def names(normal: str, full: str) -> list[Any]:
     names(
         "epochs",
         "plain accumulated closure library batch_norm descents two_records own_loop own_strategy files weighted segments "
-        "older counted compiled decayed",
+        "older counted compiled decayed popped outside amplified settled_norm pictures",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
@@ -172,6 +172,7 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("two_networks", "networks", marks=FULL),
         pytest.param("by_turns", "networks", marks=FULL),
         pytest.param("ignored", "labels", marks=FULL),
+        pytest.param("tags", "labels", marks=FULL),
         pytest.param("trees", "network", marks=FULL),
         pytest.param("functional", "network", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
