@@ -19,14 +19,14 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedgauge.client.deployment.deployed_client import DeployedClient, UpdatePolicy, self_audit
-from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
+from fedgauge.client.deployment.owner_file import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_mod import RECORD as SUM
 from fedgauge.client.deployment.secure_sum_mod import secure_sum
 from fedgauge.client.deployment.secure_sum_terms import SecureSum
 from fedgauge.client.deployment.self_grading import batch_to_grade
 from fedgauge.client.deployment.self_grading import grade as grade_images
+from fedgauge.client.deployment.server_terms import RequestRefused, ServerTerms
 from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch, digest_of
-from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation, federation
 from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.client.models.vision import detached_params, floating_buffers

@@ -28,10 +28,10 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
 from fedgauge.server.store.tape_source import read_observation
 from fedgauge.server.strategy.build import build_strategy
-from fedgauge.server.strategy.checked_strategy import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.client_grading import ClientGrader
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
 from fedgauge.server.strategy.node_discovery import LateJoiners, discover_nodes
+from fedgauge.server.strategy.reply_checks import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.secure_aggregation import SecureSumStrategy
 from fedgauge.server.update_recorder import UpdateRecorder
 

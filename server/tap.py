@@ -24,8 +24,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedgauge.client import toml_text
-from fedgauge.server.app_recorder import AppRecorder, Exchange, say
 from fedgauge.server.store.run import Run
+from fedgauge.server.tap_recorder import AppRecorder, Exchange, say
 
 S = TypeVar("S", bound=Strategy)
 Item = TypeVar("Item")

@@ -8,7 +8,7 @@ from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.tape import Keep, Tape
-from fedgauge.server.strategy.checked_strategy import AcceptedReply, GuardReport, RoundReplies
+from fedgauge.server.strategy.reply_checks import AcceptedReply, GuardReport, RoundReplies
 
 
 @dataclass

@@ -20,7 +20,7 @@ FLOWER = (
     "client/mods.py",
     "client/deployment/",
     "server/app.py",
-    "server/app_recorder.py",
+    "server/tap_recorder.py",
     "server/tap.py",
     "server/strategy/",
     "server/tap.py",

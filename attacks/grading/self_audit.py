@@ -11,7 +11,7 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.deployment.deployed_client import SelfAudit, UpdatePolicy
-from fedgauge.client.deployment.owner import GuardPolicy
+from fedgauge.client.deployment.owner_file import GuardPolicy
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch, Params, Update
 

@@ -5,8 +5,8 @@ inputs and nothing else. In the first block an input depends on one word and its
 position. In the second it depends on the sentence (in a decoder: on the words before it), so sentences are assembled from the
 words that passed until all their inputs there are in the span.
 
-If weights are frozen and only LoRA's factors are trained, the spans are those of fedgauge.attacks.text.spans. The last block of a
-classifier then judges sentences if the second cannot: its query has one input a sentence.
+If weights are frozen and only LoRA's factors are trained, the spans are those of fedgauge.attacks.text.gradient_spans. The last
+block of a classifier then judges sentences if the second cannot: its query has one input a sentence.
 """
 
 import math
@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable, complete_sentences
+from fedgauge.attacks.text.gradient_spans import LOOSEST, PartialSpan, Spans, block_span
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
-from fedgauge.attacks.text.spans import LOOSEST, PartialSpan, Spans, block_span
 from fedgauge.client.components import Count
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import Projection

@@ -16,10 +16,10 @@ from torch import Generator, Tensor, nn
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, call_checked, errors_in
 from fedgauge.client.data.batches import Shards, split
-from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
+from fedgauge.client.deployment.owner_file import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
 from fedgauge.client.deployment.server_model import build_servers_model
-from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
+from fedgauge.client.deployment.server_terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgauge.client.deployment.owner import GradingPolicy, OwnerConfig
+from fedgauge.client.deployment.owner_file import GradingPolicy, OwnerConfig
+from fedgauge.client.deployment.server_terms import RequestRefused
 from fedgauge.client.deployment.state_folder import Answer, ClientFolder, digest_of
-from fedgauge.client.deployment.terms import RequestRefused
 from fedgauge.client.psnr import PSNR_CAP, match, psnr_of
 from fedgauge.client.update import Batch
 

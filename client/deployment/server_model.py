@@ -12,7 +12,7 @@ from torch import nn
 
 from fedgauge.client.components import Table, coerce, is_own, path_arguments
 from fedgauge.client.data_folder import may_download
-from fedgauge.client.deployment.terms import NO_FILE, RequestRefused
+from fedgauge.client.deployment.server_terms import NO_FILE, RequestRefused
 from fedgauge.client.models.build import MODEL, build_model, changes_of
 
 NOT_BUILT = (

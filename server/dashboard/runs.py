@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from xxhash import xxh3_64_hexdigest
 
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.snapshot import RunLine, RunSnapshot, run_line
 

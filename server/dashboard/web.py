@@ -24,7 +24,7 @@ from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.dashboard import STATIC
 from fedgauge.server.dashboard.guards import Guard, Json, refusal
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.gallery import Gallery, Page
 from fedgauge.server.views.leak_tables import clients

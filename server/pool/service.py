@@ -12,9 +12,9 @@ import torch
 
 from fedgauge.attacks.base import ClientState, Observation, Wave
 from fedgauge.attacks.grading.replay import ReplayCheck, replay
+from fedgauge.server.pool.assumed_training import TrainingCheck
 from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
-from fedgauge.server.pool.update_checks import TrainingCheck
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Lease

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.job_queue import JobQueue
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.ledger_types import (
     DEPLOYMENT,
     OWN,
@@ -15,7 +16,6 @@ from fedgauge.server.store.ledger_types import (
     RecordedProblem,
     sanitised,
 )
-from fedgauge.server.store.ledger_writes import JobQueue
 
 _MOST_PROBLEMS = 1000
 

@@ -9,7 +9,7 @@ from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.registry import modality_measured, modality_stored
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, wrong_client
-from fedgauge.server.store.ledger_connection import LedgerError, LedgerFile
+from fedgauge.server.store.ledger_file import LedgerError, LedgerFile
 from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC, UNGRADED, ScoreRow, planned_of
 
 # an attack's card: what was agreed, then the results

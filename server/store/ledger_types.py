@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from fedgauge.attacks.plan import MOST_ATTACKS, PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.client.protocol import Protocol
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 
 DEPLOYMENT = "deployment"  # the run's mode, if it is not a simulation
 # keys of the meta table

@@ -21,7 +21,7 @@ from fedgauge.client.federation import DATASET
 from fedgauge.client.files import SCRAP
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, TapeError, read_tensors, sweep, write_tensors
 from fedgauge.server.store.typed_rows import MOST

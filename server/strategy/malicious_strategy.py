@@ -17,7 +17,7 @@ from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
 from fedgauge.server.store.ledger_types import sanitised
-from fedgauge.server.strategy.checked_strategy import RoundReplies
+from fedgauge.server.strategy.reply_checks import RoundReplies
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fedgauge.attacks.problem import Problem, Unattackable
 from fedgauge.client.components import MEND, SpecError, own_line
-from fedgauge.client.deployment.terms import RequestRefused
+from fedgauge.client.deployment.server_terms import RequestRefused
 
 LONGEST = 120  # characters of an exception's own words; torch explains itself at length
 TENSORS_ONLY = (

@@ -15,9 +15,9 @@ from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.score_rows import WRONG_CLIENT
 from fedgauge.client.components import errors_in
 from fedgauge.client.deployment.deployed_client import DeployedClient
-from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.owner_file import OwnerConfig
+from fedgauge.client.deployment.server_terms import RequestRefused, ServerTerms
 from fedgauge.client.deployment.state_folder import ClientFolder
-from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
 from fedgauge.client.files import read_file
 from fedgauge.defenses.accounting import DELTA, PrivacyStatement, privacy_statement
 from fedgauge.server.store.run_files import printable

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.options import RUNS, refuse, tell
 

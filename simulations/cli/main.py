@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a name from elsewhere may be no text
     from fedgauge.client.components import SpecError, users_errors
     from fedgauge.client.data_folder import data_folder
-    from fedgauge.server.store.ledger_connection import LedgerError
+    from fedgauge.server.store.ledger_file import LedgerError
     from fedgauge.server.store.run import RunBusy
     from fedgauge.server.store.tape import TapeError
     from fedgauge.simulations.run.exit_status import FAILED, MISTAKE

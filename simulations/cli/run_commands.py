@@ -15,7 +15,7 @@ from fedgauge.attacks.base import Status
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, attack_from, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 def audit(options: argparse.Namespace) -> int:
     from fedgauge.server.pool.service import attack_devices
-    from fedgauge.server.pool.tester import grade, regrade
+    from fedgauge.server.pool.tester_grading import grade, regrade
     from fedgauge.simulations.checks.scenario_check import refuse_misfit
     from fedgauge.simulations.run.create import enter_attacks, prepare_app
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedgauge.client import toml_text
-from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.options import Commands, add_gate, add_settings, flag, path, refuse

@@ -25,7 +25,7 @@ from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.data_folder import read_npz
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
-from fedgauge.server.pool.update_checks import digest_of
+from fedgauge.server.pool.assumed_training import digest_of
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedgauge.server.app_recorder import AppRecorder
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import WEIGHTS, Run
 from fedgauge.server.tap import tapped
+from fedgauge.server.tap_recorder import AppRecorder
 from fedgauge.simulations.rehearsal.flower_app import AppGrid, FlowerApp, blamed, mirror
 from fedgauge.simulations.rehearsal.language import save_language
 from fedgauge.simulations.rehearsal.observer import Observer, Training, unwrapped

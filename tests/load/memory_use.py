@@ -20,7 +20,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.build import build_strategy
-from fedgauge.server.strategy.checked_strategy import CheckedStrategy, RoundReplies
+from fedgauge.server.strategy.reply_checks import CheckedStrategy, RoundReplies
 from fedgauge.server.update_recorder import UpdateRecorder
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 

@@ -17,7 +17,7 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp.strategy import FedAvg
 from hypothesis import HealthCheck, settings
 
-from fedgauge.server.strategy.checked_strategy import CheckedStrategy, RoundReplies
+from fedgauge.server.strategy.reply_checks import CheckedStrategy, RoundReplies
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
 
 assert flwr.serverapp  # the import is the point

@@ -12,7 +12,7 @@ import pytest
 from fedgauge.client import toml_text
 from fedgauge.client.components import SpecError
 from fedgauge.server.dashboard.web import make_app
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError

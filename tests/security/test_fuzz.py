@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.store.checkpoint import Checkpoint
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable
 from fedgauge.server.store.tape import TapeError, read_tensors, write_tensors

@@ -12,7 +12,7 @@ import torch
 
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.store import run_files
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 from fedgauge.simulations.cli.main import main

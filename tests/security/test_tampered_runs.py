@@ -16,7 +16,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.checkpoint import Checkpoint
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario

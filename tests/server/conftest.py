@@ -37,7 +37,7 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.checked_strategy import AcceptedReply, RoundReplies
+from fedgauge.server.strategy.reply_checks import AcceptedReply, RoundReplies
 from fedgauge.server.update_recorder import UpdateRecorder
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.launch import child_environment

@@ -50,14 +50,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedgauge.server import app_recorder
 from fedgauge.server import tap as tapping
-from fedgauge.server.app_recorder import AppRecorder
+from fedgauge.server import tap_recorder
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
 from fedgauge.server.store.tape_source import as_the_model_has_it, names_of, replies_of
 from fedgauge.server.tap import curious
+from fedgauge.server.tap_recorder import AppRecorder
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import foreign_app
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
@@ -920,7 +920,7 @@ def test_a_full_disk_loses_updates_and_no_round(audit: Path, monkeypatch: pytest
 def test_a_slow_disk_loses_updates_and_delays_no_message(
     audit: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(app_recorder, "MOST_WAITING", 0)
+    monkeypatch.setattr(tap_recorder, "MOST_WAITING", 0)
     grid = tap(Nodes(), audit, audit.parent / "run")
     written = threading.Event()
     grid._fedgauge_recorder.later("a write that takes long", written.wait)

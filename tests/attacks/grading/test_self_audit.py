@@ -8,7 +8,7 @@ import torch
 
 from fedgauge.attacks.grading.self_audit import invert_own
 from fedgauge.client.deployment.deployed_client import UpdatePolicy
-from fedgauge.client.deployment.owner import GuardPolicy
+from fedgauge.client.deployment.owner_file import GuardPolicy
 
 Make = Callable[..., Any]
 MLP = {"use": "mlp", "hidden": [16]}

@@ -8,7 +8,7 @@ import torch
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.text.dager import dager
-from fedgauge.attacks.text.spans import span
+from fedgauge.attacks.text.gradient_spans import span
 from fedgauge.client.data.corpora import Text, cola
 from fedgauge.client.models.language import encoder, transformer3
 from fedgauge.client.models.tokenizer import MINILM

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.text.certificate import Unreadable
 from fedgauge.attacks.text.dager import dager
-from fedgauge.attacks.text.spans import SAME, PartialSpan, Spans, block_span
+from fedgauge.attacks.text.gradient_spans import SAME, PartialSpan, Spans, block_span
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import Text
 from fedgauge.client.gradient import gradient

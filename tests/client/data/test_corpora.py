@@ -26,8 +26,8 @@ from fedgauge.client.data.corpora import cola as read_cola
 from fedgauge.client.data.grammar import sentences
 from fedgauge.client.data_folder import may_download
 from fedgauge.client.deployment.deployed_client import DeployedClient
-from fedgauge.client.deployment.owner import OwnerConfig
-from fedgauge.client.deployment.terms import ServerTerms
+from fedgauge.client.deployment.owner_file import OwnerConfig
+from fedgauge.client.deployment.server_terms import ServerTerms
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.tokenizer import SPECIAL, Tokenizer, framed, wordpiece
 from fedgauge.client.protocol import Protocol

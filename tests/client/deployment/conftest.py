@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from fedgauge.client.deployment.terms import ServerTerms
+from fedgauge.client.deployment.server_terms import ServerTerms
 
 SGD = {"use": "local_sgd", "rate": 0.1}
 DATA = {"use": "mnist5k", "batch_size": 4, "auxiliary": 64}

@@ -8,8 +8,8 @@ from torch import Tensor
 from fedgauge.attacks.membership.canary_epsilon import cosines
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.deployed_client import NO_CANARY, UNWILLING, DeployedClient
-from fedgauge.client.deployment.owner import OwnerConfig
-from fedgauge.client.deployment.terms import RequestRefused
+from fedgauge.client.deployment.owner_file import OwnerConfig
+from fedgauge.client.deployment.server_terms import RequestRefused
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Update

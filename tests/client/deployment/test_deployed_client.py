@@ -10,9 +10,9 @@ import torch
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment import deployed_client
 from fedgauge.client.deployment.deployed_client import DeployedClient
-from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.client.deployment.server_model import NOT_BUILT
-from fedgauge.client.deployment.terms import RequestRefused, ServerTerms
+from fedgauge.client.deployment.server_terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator

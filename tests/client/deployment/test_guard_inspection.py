@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedgauge.client.deployment.owner import GuardPolicy, OwnerConfig
+from fedgauge.client.deployment.owner_file import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.inspection.policy import FIRST_NETWORK, InspectionPolicy, fingerprint
 from fedgauge.client.models.vision import convnet, detached_params

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedgauge.attacks.modality.images import ImageModality
-from fedgauge.client.deployment.owner import GradingPolicy, OwnerConfig
+from fedgauge.client.deployment.owner_file import GradingPolicy, OwnerConfig
 from fedgauge.client.deployment.self_grading import batch_to_grade, grade, rounded
+from fedgauge.client.deployment.server_terms import RequestRefused
 from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch, digest_of
-from fedgauge.client.deployment.terms import RequestRefused
 from fedgauge.client.psnr import match, psnr_of
 from fedgauge.client.update import Batch
 

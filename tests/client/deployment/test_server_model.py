@@ -19,10 +19,10 @@ from fedgauge.client.app import REFUSED, app
 from fedgauge.client.components import resolve
 from fedgauge.client.data_folder import may_download
 from fedgauge.client.deployment.deployed_client import DeployedClient
-from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.client.deployment.server_model import NOT_BUILT, TOO_LARGE, build_servers_model
+from fedgauge.client.deployment.server_terms import NO_FILE, RequestRefused
 from fedgauge.client.deployment.state_folder import ClientFolder
-from fedgauge.client.deployment.terms import NO_FILE, RequestRefused
 from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.tokenizer import wordpiece
 from tests.client.deployment.conftest import SERVERS, SGD, Write, terms

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 from tests.server.dashboard.pages import Get
 

@@ -8,9 +8,9 @@ import torch
 
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.federation import Federation
-from fedgauge.server.pool import update_checks
+from fedgauge.server.pool import assumed_training
+from fedgauge.server.pool.assumed_training import MOST_CLIENTS, RECORDED, TrainingCheck
 from fedgauge.server.pool.service import make_executor, serve
-from fedgauge.server.pool.update_checks import MOST_CLIENTS, RECORDED, TrainingCheck
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape_source import TapeSource
@@ -62,13 +62,13 @@ def test_mismatches_are_warned_of_from_their_round_on(wrong: bool, tmp_path: Pat
 def test_of_many_clients_the_first_are_compared_and_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = foreign_run(tmp_path / "run", wrong=False, clients=MOST_CLIENTS + 2)
     compared: list[tuple[int, int]] = []
-    real = update_checks.training_evidence
+    real = assumed_training.training_evidence
 
     def counted(fed: Any, seen: Any) -> Any:
         compared.append((seen.round, seen.client))
         return real(fed, seen)
 
-    monkeypatch.setattr(update_checks, "training_evidence", counted)
+    monkeypatch.setattr(assumed_training, "training_evidence", counted)
     attacked(run)
     assert compared == [(round, client) for round in (1, 2) for client in range(MOST_CLIENTS)]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.tape import TapeError, write_tensors
 

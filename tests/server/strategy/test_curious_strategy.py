@@ -10,7 +10,7 @@ from fedgauge.attacks.plan import AttackPlan
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.checked_strategy import AcceptedReply, RoundReplies
+from fedgauge.server.strategy.reply_checks import AcceptedReply, RoundReplies
 from fedgauge.server.update_recorder import UpdateRecorder
 
 PARAMS = {"w": torch.tensor([1.0, 2.0])}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from fedgauge.server import app_recorder as recorder
+from fedgauge.server import tap_recorder as recorder
 from fedgauge.simulations.cli.main import main
 from tests.server.strategy.test_three_apps import ADAM, ForeignApp, app, train
 

@@ -23,7 +23,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import Tape
-from fedgauge.server.strategy.checked_strategy import CheckedStrategy, RoundReplies
+from fedgauge.server.strategy.reply_checks import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.secure_aggregation import NO_SUM, SUMMED, SecureSumStrategy
 from fedgauge.server.update_recorder import UpdateRecorder
 from fedgauge.server.views.gallery import Gallery

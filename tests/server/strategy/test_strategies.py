@@ -20,8 +20,8 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, read_tensors
 from fedgauge.server.strategy.build import STRATEGY, build_strategy
-from fedgauge.server.strategy.checked_strategy import CheckedStrategy, RoundReplies
 from fedgauge.server.strategy.node_discovery import TIMES, LateJoiners, discover_nodes
+from fedgauge.server.strategy.reply_checks import CheckedStrategy, RoundReplies
 from fedgauge.server.update_recorder import UpdateRecorder
 
 USES = STRATEGY.names()

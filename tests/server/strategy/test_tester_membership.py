@@ -14,7 +14,7 @@ from fedgauge.attacks.membership.attack import membership
 from fedgauge.client.update import Batch
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.pool.tester import with_examples
+from fedgauge.server.pool.tester_grading import with_examples
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.verdict import verdict_of

@@ -16,7 +16,7 @@ from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
-from fedgauge.server.pool.update_checks import doubt, unchecked
+from fedgauge.server.pool.assumed_training import doubt, unchecked
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from tests.server.strategy.test_three_apps import ADAM, ForeignApp, app, train, write_truth

@@ -8,7 +8,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 
-from fedgauge.server.strategy.checked_strategy import CheckedStrategy, RoundReplies
+from fedgauge.server.strategy.reply_checks import CheckedStrategy, RoundReplies
 
 PARAMS = {"weight": torch.linspace(-1, 1, 6).reshape(2, 3), "bias": torch.tensor([0.5, -0.5])}
 CLIENTS = 2

@@ -9,7 +9,7 @@ import tomli_w
 
 from fedgauge.attacks.plan import describe
 from fedgauge.client.app import app
-from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch
 from fedgauge.client.protocol import Protocol
 from fedgauge.defenses.accounting import Accountant, mechanism

@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 from flwr.app import Error, Message
 
-from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.server.app import federate
 from fedgauge.server.pool.executors import LocalExecutor, Result

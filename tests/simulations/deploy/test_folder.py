@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedgauge.client.components import SpecError
-from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.simulations.cli import main as cli
 from fedgauge.simulations.deploy.folder import DEMO, Deployment
 

@@ -13,7 +13,7 @@ from flwr.app import Error, Message
 from safetensors.torch import load_file
 
 from fedgauge.client.components import SpecError
-from fedgauge.client.deployment.owner import OwnerConfig
+from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD
 from fedgauge.server.app import federate
 from fedgauge.server.pool.executors import LocalExecutor

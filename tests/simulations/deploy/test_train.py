@@ -18,7 +18,7 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_types import DEPLOYMENT, OWN
 from fedgauge.server.store.run import Run
-from fedgauge.server.strategy.checked_strategy import CLIENT_ABSENT
+from fedgauge.server.strategy.reply_checks import CLIENT_ABSENT
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.server.views.participation import participation

@@ -9,7 +9,7 @@ from fedgauge.attacks.effort import attacks_by_effort
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.source import FederationSource
-from fedgauge.server.pool.tester import _grade
+from fedgauge.server.pool.tester_grading import _grade
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Ungraded, comparable
 from fedgauge.server.store.run import Run

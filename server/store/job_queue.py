@@ -12,7 +12,7 @@ from fedgauge.attacks.engine.devices import Numerics
 from fedgauge.attacks.modality.membership import HELD, MEMBER
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
 from fedgauge.server.store.ledger_types import (
     RETRIED,

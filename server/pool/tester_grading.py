@@ -22,8 +22,8 @@ from fedgauge.client.data.batches import Shards, batch_of
 from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
+from fedgauge.server.pool.assumed_training import MOST_UPDATES, doubt, unchecked
 from fedgauge.server.pool.executors import last_line
-from fedgauge.server.pool.update_checks import MOST_UPDATES, doubt, unchecked
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungraded, comparable
 from fedgauge.server.store.run import Run

@@ -8,7 +8,7 @@ import pytest
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.deployment.deployed_client import DeployedClient
-from fedgauge.client.deployment.owner import Draw, GradingPolicy, OwnerConfig
+from fedgauge.client.deployment.owner_file import Draw, GradingPolicy, OwnerConfig
 from tests.client.deployment.conftest import DATA, SGD, Write, terms
 
 

@@ -14,7 +14,7 @@ from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.client.federation import Federation
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.ledger_types import Participation, Progress, Ungraded, comparable
 from tests.server.store.ledgers import DLG, accepted, filled, finish, jobs, plan_of, rows_of, take
 

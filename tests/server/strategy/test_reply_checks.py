@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.client.inspection.results import LARGEST
-from fedgauge.server.strategy.checked_strategy import CheckedStrategy, GuardReport, RoundReplies
+from fedgauge.server.strategy.reply_checks import CheckedStrategy, GuardReport, RoundReplies
 from fedgauge.server.views.participation import may_have_sent
 
 PARAMS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_connection import LedgerError
+from fedgauge.server.store.ledger_file import LedgerError
 from tests.server.store.ledgers import filled, plan_of, rows_of
 
 
