@@ -5,11 +5,11 @@ signals follow from them and the labels, and the gradient determines M. Each ful
 then, as in R-GAP (Zhu and Blaschko, ICLR 2021).
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from math import prod
+from itertools import combinations_with_replacement, islice, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
 
+LABELS = 40  # sets of labels that are tried
 STARTS = 16  # of the separation; at the first, examples of equal labels are alike
 APART = 0.01  # deviation of the others
 SOLVED = 1e-6  # relative error of the last layer's gradient, below which no other start is tried
@@ -82,14 +83,15 @@ def tail_of(model: nn.Module, shape: Sequence[int]) -> list[tuple[LayerCall, str
 def _read(
     tail: Sequence[tuple[LayerCall, str]], budget: Budget, stream: Stream, alone: Wave, known: Knowledge
 ) -> Reconstruction:
-    y, size, pixels = labelling.restore(alone, known), known.batch_size, prod(known.shape)
+    size, pixels = known.batch_size, math.prod(known.shape)
     gradient = {k: -t.double() / known.scale for k, t in alone.alone(0).items()}
     params = {k: t.double() for k, t in alone.params.items()}
-    features = _Features(1.0, tail[-1][0].name, _inputs(tail, gradient, params, y[0]))
+    y, inputs = _inputs(tail, gradient, params, _labels(alone, known, gradient[tail[0][0].bias]))
+    features = _Features(1.0, tail[-1][0].name, inputs)
     if features.inputs.shape[1] < pixels:
         objective = Objective(each(squared()), (features, gaussian(2 * SHARE / (size * pixels), by_class=True)))
         engine = GradientMatching(objective, LBFGSSearch(history=HISTORY, double=True))
-        return engine.reconstruct(alone, replace(known, labels=y), budget, [stream])[0]
+        return engine.reconstruct(alone, replace(known, labels=y[None]), budget, [stream])[0]
     distances = features.distances(doubled(known), params)
 
     def evaluate(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +103,16 @@ def _read(
     start = torch.randn(size, pixels, generator=stream("start", 0)).double()
     found = minimise(evaluate, start, torch.full((size,), budget.iterations), lbfgs(history=HISTORY))
     x, spent = known.examples(found.x.view(-1, *known.shape)).float(), int(found.spent.max())
-    return Reconstruction(x, y[0], float(found.f.mean()), spent, 0.0, "converged")
+    return Reconstruction(x, y, float(found.f.mean()), spent, 0.0, "converged")
+
+
+def _labels(alone: Wave, known: Knowledge, bias: Tensor) -> Iterator[Tensor]:
+    """The labels (B,) that were given or are restored first, then others that include every class with a negative error signal."""
+    yield labelling.restore(alone, known)[0]
+    if known.labels is None:
+        present = (bias < 0).nonzero().flatten()
+        for more in combinations_with_replacement(range(len(bias)), max(0, known.batch_size - len(present))):
+            yield torch.cat([present, torch.tensor(more, dtype=torch.int64)])[: known.batch_size]
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,18 +138,35 @@ class _Features(Prior):
         return lambda x: distances(x, every).mean()
 
 
-def _inputs(tail: Sequence[tuple[LayerCall, str]], gradient: Update, params: Params, y: Tensor) -> Tensor:
-    """What the first layer of the tail reads of each example (B, n)."""
-    inputs, signals = _separated(tail[0][0], gradient, params, y)
+def _inputs(
+    tail: Sequence[tuple[LayerCall, str]], gradient: Update, params: Params, labels: Iterable[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The labels (B,) that explain the last layer's gradient, and what the first layer of the tail reads of each example (B, n).
+
+    Raises:
+        ValueError: none of the labels explains it.
+    """
+    error, y, inputs, signals = math.inf, *[torch.empty(0)] * 3
+    for some in islice(labels, LABELS):
+        found = _separated(tail[0][0], gradient, params, some)
+        if found[0] < error:
+            (error, inputs, signals), y = found, some
+        if error < SOLVED:
+            break
+    if not error < SEPARATED:
+        raise ValueError(f"the last layer's gradient is not that of {len(y)} examples, up to {error:.0e}")
     for (above, activation), (below, _) in pairwise(tail):
         value = F.hardshrink(inputs, OFF * float(inputs.abs().max()))
         signals = signals @ params[above.weight] * slope_of(activation, value)
         inputs = torch.linalg.lstsq(signals.T, gradient[below.weight]).solution
-    return inputs
+    return y, inputs
 
 
-def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor) -> tuple[Tensor, Tensor]:
-    """What the last layer reads of each example (B, n), and the error signals of its logits (B, classes), divided by B."""
+def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor) -> tuple[float, Tensor, Tensor]:
+    """The relative error of a separation into examples with labels y, what the last layer reads of each (B, n), and its signals.
+
+    The error signals (B, classes) of the logits are divided by B.
+    """
     from scipy.optimize import least_squares
 
     weight, bias, size = params[last.weight], params[last.bias], len(y)
@@ -165,6 +193,4 @@ def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor) -> 
             best, error = torch.from_numpy(found.x).view(size, size), float(found.cost)
         if error < SOLVED**2:
             break
-    if not error < SEPARATED**2:
-        raise ValueError(f"the last layer's gradient is not that of {size} examples, up to {error**0.5:.0e}")
-    return best @ right[:, :-1], signals(best)
+    return error**0.5, best @ right[:, :-1], signals(best)

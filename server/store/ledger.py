@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 
 from fedgauge.attacks.plan import AttackPlan
-from fedgauge.server.store.job_queue import JobQueue
 from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_queue import JobQueue
 from fedgauge.server.store.ledger_types import (
     DEPLOYMENT,
     OWN,

@@ -1,5 +1,7 @@
 """A batch is separated by its last layers, and each image found by what they read of it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -40,7 +42,7 @@ def worst(own: Batch, result: Reconstruction) -> float:
 
 @pytest.mark.parametrize("labels", [[3], [1, 4, 7, 8], [2, 5, 5, 0]], ids=["one", "distinct", "equal"])
 @pytest.mark.parametrize("make", [lambda: convsmall(SHAPE, CLASSES), lambda: mlp(SHAPE, CLASSES, [64, 32])])
-def test_features_of_a_batch_determine_its_images(make, labels: list[int]) -> None:  # type: ignore[no-untyped-def]
+def test_features_of_a_batch_determine_its_images(make: Callable[[], nn.Module], labels: list[int]) -> None:
     torch.manual_seed(0)
     own = batch(labels)
     assert worst(own, attack(make(), own)) > 40

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedgauge.client.data.dataset
+import fedgauge.client.data.batches
 from fedgauge.attacks.base import Attack, Knowledge, Observation, Reconstruction, StatefulAttack, Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.malicious.carried_input import carried_input
@@ -86,7 +86,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch, kind: type[Attack]) -> Iterator[lis
         patched.setattr(Shards, "batch_at", guard(Shards.batch_at, "truth"))
         patched.setattr(Federation, "batch_at", guard(Federation.batch_at, "asked"))
         patched.setattr(
-            fedgauge.client.data.dataset, "batch_of", guard(fedgauge.client.data.batches.batch_of, "images")
+            fedgauge.client.data.batches, "batch_of", guard(fedgauge.client.data.batches.batch_of, "images")
         )
         patched.setattr(Federation, "client_update", guard(Federation.client_update, "update"))
         yield events
