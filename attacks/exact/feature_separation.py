@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations_with_replacement, islice, pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks import label_restoration as labelling
@@ -31,8 +33,10 @@ from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
 
-LABELS = 40  # sets of labels that are tried
+LABELS = 64  # sets of labels that are tried
 STARTS = 16  # of the separation; at the first, examples of equal labels are alike
+MOST = 20  # evaluations for each unknown
+EVALUATIONS = 6_000  # of all starts and sets of labels
 APART = 0.01  # deviation of the others
 SOLVED = 1e-6  # relative error of the last layer's gradient, below which no other start is tried
 SEPARATED = 1e-3  # above which it is not that of a batch
@@ -146,15 +150,21 @@ def _inputs(
     Raises:
         ValueError: none of the labels explains it.
     """
-    error, y, inputs, signals = math.inf, *[torch.empty(0)] * 3
-    for some in islice(labels, LABELS):
-        found = _separated(tail[0][0], gradient, params, some)
-        if found[0] < error:
-            (error, inputs, signals), y = found, some
-        if error < SOLVED:
+    best, y, spent = _Separation(math.inf, torch.empty(0), torch.empty(0), 0), torch.empty(0), 0
+    rng, some = generator("starts of a separation"), list(islice(labels, LABELS))
+    for guess in some:
+        for attempt in range(STARTS):
+            found = _separated(tail[0][0], gradient, params, guess, rng if attempt else None)
+            spent += found.evaluations
+            if found.error < best.error:
+                best, y = found, guess
+            if best.error < SOLVED or spent > EVALUATIONS or (found.error > SEPARATED and len(some) > 1):
+                break
+        if best.error < SOLVED or spent > EVALUATIONS:
             break
-    if not error < SEPARATED:
-        raise ValueError(f"the last layer's gradient is not that of {len(y)} examples, up to {error:.0e}")
+    if not best.error < SEPARATED:
+        raise ValueError(f"the last layer's gradient is not that of {len(y)} examples, up to {best.error:.0e}")
+    inputs, signals = best.inputs, best.signals
     for (above, activation), (below, _) in pairwise(tail):
         value = F.hardshrink(inputs, OFF * float(inputs.abs().max()))
         signals = signals @ params[above.weight] * slope_of(activation, value)
@@ -162,10 +172,25 @@ def _inputs(
     return y, inputs
 
 
-def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor) -> tuple[float, Tensor, Tensor]:
-    """The relative error of a separation into examples with labels y, what the last layer reads of each (B, n), and its signals.
+class _Separation(NamedTuple):
+    """What the last layer reads of each example (B, n), and the error signals (B, classes) of its logits, divided by B.
 
-    The error signals (B, classes) of the logits are divided by B.
+    Args:
+        error: of the layer's gradient, relative.
+        evaluations: what it took.
+    """
+
+    error: float
+    inputs: Tensor
+    signals: Tensor
+    evaluations: int
+
+
+def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor, rng: Generator | None) -> _Separation:
+    """Separate examples with labels y.
+
+    Args:
+        rng: of a start at which examples of equal labels differ; None: they are alike.
     """
     from scipy.optimize import least_squares
 
@@ -178,19 +203,14 @@ def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor) -> 
     def signals(mix: Tensor) -> Tensor:
         return (torch.softmax(mix @ logits + bias, 1) - truth) / size
 
-    def off(mix: Tensor) -> Tensor:
-        return torch.cat([((signals(mix).T @ mix - left) / values[0]).flatten(), mix @ right[:, -1] - 1])
+    def off(numbers: np.ndarray) -> np.ndarray:
+        mix = torch.from_numpy(numbers).view(size, size)
+        return torch.cat([((signals(mix).T @ mix - left) / values[0]).flatten(), mix @ right[:, -1] - 1]).numpy()
 
-    rng, best, error = generator("starts of a separation"), right[:, :size], torch.inf
-    for i in range(STARTS):
-        near = (torch.softmax(bias, 0) - truth).T / size
-        near = near + min(i, 1) * APART * torch.randn(near.shape, generator=rng, dtype=torch.float64)
-        start = torch.linalg.lstsq(near, left).solution.flatten().numpy()
-        found = least_squares(
-            lambda v: off(torch.from_numpy(v).view(size, size)).numpy(), start, method="lm", xtol=1e-15, ftol=1e-15
-        )
-        if found.cost < error:
-            best, error = torch.from_numpy(found.x).view(size, size), float(found.cost)
-        if error < SOLVED**2:
-            break
-    return error**0.5, best @ right[:, :-1], signals(best)
+    near = (torch.softmax(bias, 0) - truth).T / size
+    if rng is not None:
+        near = near + APART * torch.randn(near.shape, generator=rng, dtype=torch.float64)
+    start = torch.linalg.lstsq(near, left).solution.flatten().numpy()
+    found = least_squares(off, start, method="lm", xtol=1e-15, ftol=1e-15, max_nfev=MOST * start.size)
+    mix = torch.from_numpy(found.x).view(size, size)
+    return _Separation(math.sqrt(2 * found.cost), mix @ right[:, :-1], signals(mix), found.nfev)
