@@ -168,7 +168,7 @@ def _inputs(
     for (above, activation), (below, _) in pairwise(tail):
         value = F.hardshrink(inputs, OFF * float(inputs.abs().max()))
         signals = signals @ params[above.weight] * slope_of(activation, value)
-        inputs = torch.linalg.lstsq(signals.T, gradient[below.weight]).solution
+        inputs = torch.linalg.pinv(signals.T) @ gradient[below.weight]
     return y, inputs
 
 
@@ -204,13 +204,13 @@ def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor, rng
         return (torch.softmax(mix @ logits + bias, 1) - truth) / size
 
     def off(numbers: np.ndarray) -> np.ndarray:
-        mix = torch.from_numpy(numbers).view(size, size)
+        mix = torch.tensor(numbers).view(size, size)  # a copy, as results depend on where numbers lie in memory
         return torch.cat([((signals(mix).T @ mix - left) / values[0]).flatten(), mix @ right[:, -1] - 1]).numpy()
 
     near = (torch.softmax(bias, 0) - truth).T / size
     if rng is not None:
         near = near + APART * torch.randn(near.shape, generator=rng, dtype=torch.float64)
-    start = torch.linalg.lstsq(near, left).solution.flatten().numpy()
+    start = (torch.linalg.pinv(near) @ left).flatten().numpy()
     found = least_squares(off, start, method="lm", xtol=1e-15, ftol=1e-15, max_nfev=MOST * start.size)
-    mix = torch.from_numpy(found.x).view(size, size)
+    mix = torch.tensor(found.x).view(size, size)
     return _Separation(math.sqrt(2 * found.cost), mix @ right[:, :-1], signals(mix), found.nfev)
