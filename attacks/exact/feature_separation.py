@@ -12,9 +12,9 @@ from functools import partial
 from itertools import combinations_with_replacement, islice, pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Generator, Tensor, nn
+from torch.func import jacrev
 from torch.nn import functional as F
 
 from fedgauge.attacks import label_restoration as labelling
@@ -35,8 +35,9 @@ from fedgauge.client.update import Params, Update
 
 LABELS = 64  # sets of labels that are tried
 STARTS = 16  # of the separation; at the first, examples of equal labels are alike
-MOST = 20  # evaluations for each unknown
-EVALUATIONS = 6_000  # of all starts and sets of labels
+STEPS = 50  # of a separation
+STUCK = 1e6  # damping at which no step helps
+ALL_STEPS = 1_000  # of all starts and sets of labels
 APART = 0.01  # deviation of the others
 SOLVED = 1e-6  # relative error of the last layer's gradient, below which no other start is tried
 SEPARATED = 1e-3  # above which it is not that of a batch
@@ -155,12 +156,12 @@ def _inputs(
     for guess in some:
         for attempt in range(STARTS):
             found = _separated(tail[0][0], gradient, params, guess, rng if attempt else None)
-            spent += found.evaluations
+            spent += found.steps
             if found.error < best.error:
                 best, y = found, guess
-            if best.error < SOLVED or spent > EVALUATIONS or (found.error > SEPARATED and len(some) > 1):
+            if best.error < SOLVED or spent > ALL_STEPS or (found.error > SEPARATED and len(some) > 1):
                 break
-        if best.error < SOLVED or spent > EVALUATIONS:
+        if best.error < SOLVED or spent > ALL_STEPS:
             break
     if not best.error < SEPARATED:
         raise ValueError(f"the last layer's gradient is not that of {len(y)} examples, up to {best.error:.0e}")
@@ -177,13 +178,13 @@ class _Separation(NamedTuple):
 
     Args:
         error: of the layer's gradient, relative.
-        evaluations: what it took.
+        steps: what it took.
     """
 
     error: float
     inputs: Tensor
     signals: Tensor
-    evaluations: int
+    steps: int
 
 
 def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor, rng: Generator | None) -> _Separation:
@@ -192,8 +193,6 @@ def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor, rng
     Args:
         rng: of a start at which examples of equal labels differ; None: they are alike.
     """
-    from scipy.optimize import least_squares
-
     weight, bias, size = params[last.weight], params[last.bias], len(y)
     whole = torch.cat([gradient[last.weight], gradient[last.bias][:, None]], 1)  # the bias reads 1 of each example
     left, values, right = torch.linalg.svd(whole, full_matrices=False)
@@ -203,14 +202,28 @@ def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor, rng
     def signals(mix: Tensor) -> Tensor:
         return (torch.softmax(mix @ logits + bias, 1) - truth) / size
 
-    def off(numbers: np.ndarray) -> np.ndarray:
-        mix = torch.tensor(numbers).view(size, size)  # a copy, as results depend on where numbers lie in memory
-        return torch.cat([((signals(mix).T @ mix - left) / values[0]).flatten(), mix @ right[:, -1] - 1]).numpy()
+    def off(mix: Tensor) -> Tensor:
+        return torch.cat([((signals(mix).T @ mix - left) / values[0]).flatten(), mix @ right[:, -1] - 1])
 
     near = (torch.softmax(bias, 0) - truth).T / size
     if rng is not None:
         near = near + APART * torch.randn(near.shape, generator=rng, dtype=torch.float64)
-    start = (torch.linalg.pinv(near) @ left).flatten().numpy()
-    found = least_squares(off, start, method="lm", xtol=1e-15, ftol=1e-15, max_nfev=MOST * start.size)
-    mix = torch.tensor(found.x).view(size, size)
-    return _Separation(math.sqrt(2 * found.cost), mix @ right[:, :-1], signals(mix), found.nfev)
+    mix, error, steps = _least_squares(off, torch.linalg.pinv(near) @ left)
+    return _Separation(error, mix @ right[:, :-1], signals(mix), steps)
+
+
+def _least_squares(off: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, float, int]:
+    """Minimise |off(x)| by Levenberg and Marquardt's method from x: the point, its error and the steps, at most STEPS."""
+    rest, damping, steps = off(x), 1e-3, 0
+    while steps < STEPS and damping < STUCK and float(rest.norm()) > SOLVED / 100:
+        steps += 1
+        slope = jacrev(off)(x).flatten(1)
+        square = slope.T @ slope
+        damped = square + damping * square.diag().clamp_min(1e-30).diag()
+        other = x - torch.linalg.solve(damped, slope.T @ rest).view_as(x)
+        changed = off(other)
+        if bool(changed.square().sum() < rest.square().sum()):
+            x, rest, damping = other, changed, damping / 10
+        else:
+            damping *= 10
+    return x, float(rest.norm()), steps
