@@ -220,7 +220,7 @@ def _least_squares(off: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, 
         slope = jacrev(off)(x).flatten(1)
         square = slope.T @ slope
         damped = square + damping * square.diag().clamp_min(1e-30).diag()
-        other = x - torch.linalg.solve(damped, slope.T @ rest).view_as(x)
+        other = x - torch.linalg.solve_ex(damped, slope.T @ rest).result.view_as(x)  # not finite: no step
         changed = off(other)
         if bool(changed.square().sum() < rest.square().sum()):
             x, rest, damping = other, changed, damping / 10

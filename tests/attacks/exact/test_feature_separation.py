@@ -60,3 +60,12 @@ def test_noise_and_too_many_examples_are_declined() -> None:
     noisy = chain(gaussian(0.1), local_sgd(0.1))
     for own, links in ((batch([1, 4]), noisy), (batch([0] * CLASSES), BARE)):
         assert attack(model, own, links).status == "not_applicable"
+
+
+def test_an_update_of_zeros_is_declined() -> None:
+    model, own = convsmall(SHAPE, CLASSES), batch([1, 4])
+    still = detached_params(model)
+    known = Knowledge(model, BARE, SHAPE, CLASSES, 2, (MEAN,), (STD,), labels=own.y[None])
+    wave = Wave.stack([Observation(1, 0, still, {k: torch.zeros_like(t) for k, t in still.items()})])
+    streams = [lambda *purpose: torch.Generator().manual_seed(2)]
+    assert feature_separation().reconstruct(wave, known, Budget(2), streams)[0].status == "not_applicable"
