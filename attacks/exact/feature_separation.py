@@ -174,7 +174,7 @@ def _inputs(
 
 
 class _Separation(NamedTuple):
-    """What the last layer reads of each example (B, n), and the error signals (B, classes) of its logits, divided by B.
+    """The last layer's inputs (B, n), one for each example, and the error signals (B, classes) of its logits, divided by B.
 
     Args:
         error: of the layer's gradient, relative.

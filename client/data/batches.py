@@ -1,4 +1,4 @@
-"""Which examples a client holds, and which batch it trains on in a round, as pure functions of the seed.
+"""The examples that a client holds, and its batch in a round, as pure functions of the seed.
 
 The training examples are split once by the federation's seed: an auxiliary part (the attacker's public data, in no shard) and the
 clients' shards.
