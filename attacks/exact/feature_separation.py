@@ -91,10 +91,7 @@ def _read(
     size, pixels = known.batch_size, math.prod(known.shape)
     gradient = {k: -t.double() / known.scale for k, t in alone.alone(0).items()}
     params = {k: t.double() for k, t in alone.params.items()}
-    try:
-        y, inputs = _inputs(tail, gradient, params, _labels(alone, known, gradient[tail[0][0].bias]))
-    except torch.linalg.LinAlgError as error:
-        raise ValueError(f"the last layers' gradients cannot be separated: {error}") from error
+    y, inputs = _inputs(tail, gradient, params, _labels(alone, known, gradient[tail[0][0].bias]))
     features = _Features(1.0, tail[-1][0].name, inputs)
     if features.inputs.shape[1] < pixels:
         objective = Objective(each(squared()), (features, gaussian(2 * SHARE / (size * pixels), by_class=True)))
