@@ -35,10 +35,10 @@ from fedgauge.client.update import Params, Update
 
 LABELS = 64  # sets of labels that are tried
 STARTS = 16  # of the separation; at the first, examples of equal labels are alike
-STEPS = 50  # of a separation
-STUCK = 1e6  # damping at which no step helps
-ALL_STEPS = 1_000  # of all starts and sets of labels
 APART = 0.01  # deviation of the others
+STEPS = 50  # of a separation
+ALL_STEPS = 1_000  # of all starts and sets of labels
+STUCK = 1e6  # damping at which no step helps
 SOLVED = 1e-6  # relative error of the last layer's gradient, below which no other start is tried
 SEPARATED = 1e-3  # above which it is not that of a batch
 OFF = 1e-4  # of the largest input; smaller ones count as a ReLU that was off
@@ -151,20 +151,10 @@ def _inputs(
     Raises:
         ValueError: none of the labels explains it.
     """
-    best, y, spent = _Separation(math.inf, torch.empty(0), torch.empty(0), 0), torch.empty(0), 0
-    rng, some = generator("starts of a separation"), list(islice(labels, LABELS))
-    for guess in some:
-        for attempt in range(STARTS):
-            found = _separated(tail[0][0], gradient, params, guess, rng if attempt else None)
-            spent += found.steps
-            if found.error < best.error:
-                best, y = found, guess
-            if best.error < SOLVED or spent > ALL_STEPS or (found.error > SEPARATED and len(some) > 1):
-                break
-        if best.error < SOLVED or spent > ALL_STEPS:
-            break
+    some = list(islice(labels, LABELS))
+    y, best = _explained(tail[0][0], gradient, params, some)
     if not best.error < SEPARATED:
-        raise ValueError(f"the last layer's gradient is not that of {len(y)} examples, up to {best.error:.0e}")
+        raise ValueError(f"the last layer's gradient is not that of {len(some[0])} examples, up to {best.error:.0e}")
     inputs, signals = best.inputs, best.signals
     for (above, activation), (below, _) in pairwise(tail):
         value = F.hardshrink(inputs, OFF * float(inputs.abs().max()))
@@ -185,6 +175,25 @@ class _Separation(NamedTuple):
     inputs: Tensor
     signals: Tensor
     steps: int
+
+
+def _explained(
+    last: LayerCall, gradient: Update, params: Params, labels: Sequence[Tensor]
+) -> tuple[Tensor, _Separation]:
+    """The labels with the least error, and their separation; of several, those that are far off get one start."""
+    best, y, spent = _Separation(math.inf, torch.empty(0), torch.empty(0), 0), labels[0], 0
+    rng = generator("starts of a separation")
+    for guess in labels:
+        for attempt in range(STARTS):
+            found = _separated(last, gradient, params, guess, rng if attempt else None)
+            spent += found.steps
+            if found.error < best.error:
+                best, y = found, guess
+            if best.error < SOLVED or spent > ALL_STEPS:
+                return y, best
+            if found.error > SEPARATED and len(labels) > 1:
+                break
+    return y, best
 
 
 def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor, rng: Generator | None) -> _Separation:

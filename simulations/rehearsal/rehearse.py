@@ -57,17 +57,8 @@ EXACT = 1e-4  # relative error that rounding during training explains
 STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
 ROUNDING = 1e-6  # relative difference of a fitted rate
 AMPLIFIED = 2  # times what the last bit of the examples changes, as BatchNorm does over several steps
-INEXACT = (
-    "optimizer",
-    "loss",
-    "groups",
-    "schedule",
-    "clipping",
-    "dropout",
-    "batches",
-    "noise",
-    "mods",
-)  # problems' codes
+# codes of the problems with which a draft computes another update
+INEXACT = ("optimizer", "loss", "groups", "schedule", "clipping", "dropout", "batches", "noise", "mods")
 MOST_TRIES = 8  # to fit a rate
 PATIENCE = 30  # seconds until the app's last line is printed, and again each time that this doubles
 MOST_OBSERVED = 1 << 26  # bytes of observed.json
@@ -158,9 +149,9 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         numbers = {node: client for client, node in ledger.nodes().items()}
         whole = replies_of(run, ledger) == "weights"
     if not any(row["client"] == numbers[node] for node in attacked for row in rows):
-        after = f" after {', '.join(observed.mods)}" if observed.mods else ""
-        why = f"the attacked clients' replies carry no arrays that can be read{after}"
-        draft.refuse("uploads", why, f"audit the app without {after[7:]}" if after else "let them upload weights")
+        mods = ", ".join(observed.mods)
+        why = "the attacked clients' replies carry no arrays that can be read" + (f" after {mods}" if mods else "")
+        draft.refuse("uploads", why, f"audit the app without {mods}" if mods else "let them upload weights")
         return refused
     rounds = max(row["round"] for row in rows)
     write_draft(draft, observed, attacked, public, form, target, rounds, files, whole)
