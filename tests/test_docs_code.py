@@ -255,6 +255,9 @@ def test_the_flower_app_is_audited(folder: Path, monkeypatch: pytest.MonkeyPatch
     run = Run.open(folder / "runs" / "theirs")
     with allowing(["mine"], [folder]), run.ledger() as ledger:
         assert len(ledger.observations()) == 4
-    for client in (0, 1):
+        nodes = ledger.nodes()  # clients are numbered in the order in which the app's strategy asks them
+    for client, node in nodes.items():
         answer = run.read_reconstruction(1, client, "analytic")["x"]
-        assert float(psnr_of(mine.bars().x[client : client + 1].float() / 255, answer)) > 40
+        image = mine.bars().x[grid.clients[int(node)]]
+        assert float(psnr_of(image[None].float() / 255, answer)) > 40
+    assert sorted(nodes) == [0, 1]
