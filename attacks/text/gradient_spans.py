@@ -251,7 +251,9 @@ def block_span(
     inner_rows = [update[a] for a, _ in factors]
     rows, (rank, width) = sum(map(len, inner_rows)), params[factors[0][0]].shape
     inner = span(inner_rows, min(most, rows), rng)
-    if inner is not None and (len(inner.basis) < rows or rows >= most) and inner.threshold <= GAP:
+    if inner is not None and (
+        len(inner.basis) == most or (len(inner.basis) < rows or rows >= most) and inner.threshold <= GAP
+    ):
         return _with_margin(inner, margin)
     seen = [span([update[b]], min(most, rank), rng, params[a]) for a, b in factors]
     views = [view for view in seen if view is not None]
