@@ -167,6 +167,25 @@ def test_the_order_in_which_a_reconstruction_lists_its_images_changes_no_verdict
     assert excesses(ordered)[0].exposed == 4, "where the order is known, an example that no guess reaches counts"
 
 
+def test_rows_that_chance_fills_in_are_rarely_exposed() -> None:
+    """128 rows of 13 columns, of which attack and guess get each cell right with the same probability."""
+    none = replace(Scores.empty(), roles=ROLES)
+    alarms = 0
+    for seed in range(20):
+        right = np.random.default_rng(seed).binomial(13, 0.45, (2, 2, 64)) * 100 / 13
+        named = zip(("matching", "mean_image"), right, strict=True)
+        found = none.extended(
+            [
+                (1, c, name, i, "cells", "converged", value)
+                for name, clients in named
+                for c, rows in enumerate(clients)
+                for i, value in enumerate(rows)
+            ]
+        )
+        alarms += excesses(found)[0].exposed > 0
+    assert alarms <= 3
+
+
 @pytest.mark.parametrize(("attack", "lost"), [("matching", 8), ("bayes_limit", 1)])
 def test_a_lost_batch_is_all_of_its_examples_and_a_lost_limit_the_one_number_that_it_is(attack: str, lost: int) -> None:
     none = replace(Scores.empty(), size_of=lambda round, client: 8, roles={**ROLES, "bayes_limit": "estimate"})

@@ -40,6 +40,7 @@ clientapp = "{name}:client"
 num-server-rounds = 1
 """
 FULL = pytest.mark.full
+FAR = ("groups", "mods", "dropout")  # problems with which the draft computes an update that is far from the client's
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = (
     "fedgauge.simulations.rehearsal.rehearse",
@@ -136,6 +137,12 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
     assert "rounding" in found.proof, found.proof
 
 
+@pytest.mark.parametrize("name", names("stateful", "profiled empty"))
+def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Path) -> None:
+    _, observed = observe(folder, folder.parent / "runs", {}, 1, Console(quiet=True))
+    assert not observed.failed
+
+
 @pytest.mark.parametrize(
     ("name", "code", "exact"),
     [
@@ -163,6 +170,8 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
     found = rehearsed(folder)
     assert [problem.code for problem in found.draft.problems if problem.code != "cost"] == code.split()
     assert not found.draft.fatal and ("rounding" in found.proof) is exact, found.proof
+    with found.run.ledger(readonly=True) as ledger:
+        assert (ledger.training_fits is False) is (code in FAR)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +185,7 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("trees", "network", marks=FULL),
         pytest.param("functional", "network", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
+        pytest.param("scripted", "network", marks=FULL),
     ],
 )
 def test_apps_without_a_fitting_attack_are_recorded_with_the_reason(name: str, code: str, folder: Path) -> None:
