@@ -256,6 +256,8 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         chance = f" (by chance, among another client's: {e.by_chance})" if e.by_chance else ""
+        if e.by_chance and e.identified.count * e.by_chance.n <= e.by_chance.count * e.identified.n:
+            chance = f", no more than by chance (among another client's: {e.by_chance})"
         yield f"{e.identified} {by.private}s {'is' if e.identified.count == 1 else 'are'} identified{chance}{beyond}"
     elif e.exposed:
         yield f"{e.exposed} of them {'is' if e.exposed == 1 else 'are'} reconstructed {by.beyond}"

@@ -151,6 +151,8 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         rows = [row for row in ledger.observations() if row["digest"]]
         numbers = {node: client for client, node in ledger.nodes().items()}
         whole = replies_of(run, ledger) == "weights"
+        if "large" not in first["notes"]:  # otherwise some were not kept
+            ledger.set_meta(examples="observed")
     if not any(row["client"] == numbers[node] for node in attacked for row in rows):
         mods = ", ".join(observed.mods)
         why = "the attacked clients' replies carry no arrays that can be read" + (f" after {mods}" if mods else "")
