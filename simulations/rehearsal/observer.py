@@ -116,8 +116,9 @@ class Training:
             self.modes = {name: m.training for name, m in inner.named_modules()}
             if drawn := [name for name, m in inner.named_modules() if isinstance(m, DROPOUT) and m.training and m.p]:
                 self.notes["dropout"] = f"dropout draws in {', '.join(drawn[:3])}"
-            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-                self.notes["autocast"] = "passes run in mixed precision (autocast), the draft in float32"
+            halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in inner.parameters())
+            if halves or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                self.notes["autocast"] = "passes run in half or mixed precision (autocast), the draft in float32"
         elif module is not self.network:
             self.notes["networks"] = f"a step calls several networks, also {type(module).__name__}"
             return

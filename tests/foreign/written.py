@@ -534,6 +534,11 @@ assert "run_backward" in str(profile.getstats())""",
         "train": """nn.functional.cross_entropy(net(x[:0]), y[:0], reduction="sum").backward()
 optimizer.step()""",
     },
+    "half": {
+        "network": "Net().bfloat16()",
+        "train": PLAIN["train"].replace("net(x)", "net(x.bfloat16())"),
+        "upload": "{k: v.float() for k, v in net.state_dict().items()}",
+    },
     "scripted": {"network": "torch.jit.script(Net())"},
     # --------------------------------------------------------------------------------------- nothing to attack
     "trees": {

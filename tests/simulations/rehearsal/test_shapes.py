@@ -164,6 +164,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("modified", "mods", False, marks=FULL),
         pytest.param("distilled", "loss", True, marks=FULL),
         pytest.param("dropped", "dropout", False, marks=FULL),
+        pytest.param("half", "autocast", False, marks=FULL),
     ],
 )
 def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: Path) -> None:
