@@ -59,7 +59,20 @@ STRANGERS = 3  # clients whose examples stand in for public data, where the app 
 ROUNDING = 1e-6  # relative difference of a fitted rate
 AMPLIFIED = 2  # times what the last bit of the examples changes, as BatchNorm does over several steps
 # codes of the problems with which a draft computes another update
-INEXACT = ("optimizer", "loss", "groups", "schedule", "clipping", "dropout", "autocast", "batches", "noise", "mods")
+INEXACT = (
+    "optimizer",
+    "loss",
+    "groups",
+    "schedule",
+    "clipping",
+    "dropout",
+    "autocast",
+    "batches",
+    "noise",
+    "mods",
+    "turns",
+    "large",
+)
 MOST_TRIES = 8  # to fit a rate
 PATIENCE = 30  # seconds until the app's last line is printed, and again each time that this doubles
 MOST_OBSERVED = 1 << 26  # bytes of observed.json
