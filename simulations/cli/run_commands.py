@@ -210,7 +210,7 @@ def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], conso
 
 def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
     """The plan of --attack 'dlg iterations=300 name=longer': components by name, with their settings."""
-    tables = [attack_from(component_of(text, "--attack"), Path()) for text in options.attack]
+    tables = [attack_from(component_of(text), Path()) for text in options.attack]
     plan = scenario.plan
     rounds, clients = options.rounds or plan.rounds, options.clients or plan.clients
     when = {"every": plan.every} if rounds is None else {"rounds": list(rounds)}
