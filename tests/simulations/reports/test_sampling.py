@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.server.views.gallery import SMALL, png, sampled
+from fedgauge.server.views.gallery import png, sampled
 from tests.simulations.reports.report_pages import pixels
 
 
