@@ -103,7 +103,7 @@ def test_flowers_own_command_can_be_given() -> None:
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_commands_of_the_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by itself, in a folder with a scenario, finished runs and the files that they name."""
+    """Each by itself, in a folder with a scenario, finished runs and the figures that they name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
     scenario = Scenario.from_tables(TABLES)
@@ -134,7 +134,7 @@ def test_the_commands_of_the_pages_run(tmp_path: Path, monkeypatch: pytest.Monke
     shutil.copytree(run.folder, tmp_path / "runs" / "RUN")
     (cell,) = blocks((ROOT / "docs/watching.md").read_text(), "py")  # of a notebook, whose own commands are left out
     exec(compile(re.sub(r"^%.*$", "", cell, flags=re.MULTILINE), "watching.md", "exec"), {})
-    assert {path.name for path in tmp_path.iterdir()} >= {"gate.xml", "preflight.xml", "federation"}
+    assert {path.name for path in tmp_path.iterdir()} >= {"gate.xml", "preflight.xml", "figures", "federation"}
 
 
 @pytest.mark.full

@@ -14,12 +14,14 @@ from fedgauge.server.views.figures import (
     Figure,
     Look,
     Series,
+    interval_name,
     look_at,
     point_label,
     value_axis,
 )
 from fedgauge.server.views.formatting import number, percent
 from fedgauge.server.views.leak_tables import ATTACK, IDENTIFIED, label_column, leak_cells, leak_columns, rate_of
+from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of, final_accuracy, mean_of
@@ -113,7 +115,7 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def utility_figure(named: Mapping[str, RunSnapshot], metric: str) -> Figure | None:
     """Draw the strongest attack of each run against the run's final accuracy; None if no run has both."""
-    points, guesses = list[Series](), list[Series]()
+    points, guesses, leaks = list[Series](), list[Series](), list[Leak]()
     for place, (name, reading) in enumerate(named.items()):
         pooled, accuracy = reading.pooled(metric).values(), final_accuracy(reading.rounds)
         leak, floor = best_of(pooled, "attack"), best_of(pooled, "baseline")
@@ -125,6 +127,7 @@ def utility_figure(named: Mapping[str, RunSnapshot], metric: str) -> Figure | No
         points.append(
             Series(f"{label}  {name}", "run", look, [accuracy], [leak.mean], [low], [high], note=[note], label=label)
         )
+        leaks.append(leak)
         if floor is not None:
             guesses.append(Series("" if guesses else "best baseline", "baseline", FLOOR, [accuracy], [floor.mean]))
     if not points:
@@ -138,8 +141,8 @@ def utility_figure(named: Mapping[str, RunSnapshot], metric: str) -> Figure | No
         Axis("test accuracy at the end", "fraction", *ends),
         "The bottom right is best: accurate, with little leakage.",
     )
-    title = "Leakage of the strongest attack against test accuracy"
-    return Figure(title, words, x, y, [*points, *guesses], metric=metric)
+    title, interval = "Leakage of the strongest attack against test accuracy", interval_name(metric, leaks)
+    return Figure(f"utility-{metric}", title, words, x, y, [*points, *guesses], metric=metric, interval=interval)
 
 
 FLOOR = Look("muted", symbol="line-ew")

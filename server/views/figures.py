@@ -1,4 +1,4 @@
-"""Specifications of figures, which the scripts of page and report draw."""
+"""Specifications of figures, which the page's scripts and Matplotlib draw."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -84,9 +84,12 @@ class Figure:
     """Plot of lines or points.
 
     Args:
+        name: of its files.
         meaning: the caption.
+        interval: name of the intervals in a legend; empty: no intervals.
     """
 
+    name: str
     title: str
     meaning: str
     x: Axis
@@ -94,6 +97,7 @@ class Figure:
     series: Sequence[Series]
     right: Axis | None = None
     metric: str = ""
+    interval: str = ""
 
 
 def look_at(place: int) -> Look:
@@ -126,7 +130,7 @@ def rounds_figures(reading: RunSnapshot) -> list[Figure]:
     if drawn or not tested:
         return drawn
     axes = round_axis([*tested]), Axis("test accuracy", "fraction", *WHOLE)
-    return [Figure(TITLE, "There is no score: only the test accuracy is drawn.", *axes, [curve])]
+    return [Figure("accuracy", TITLE, "There is no score: only the test accuracy is drawn.", *axes, [curve])]
 
 
 TITLE = "Leakage and test accuracy over rounds"
@@ -139,7 +143,9 @@ def _leakage(reading: RunSnapshot, metric: str, accuracy: Sequence[Series]) -> F
     series = [leak_series(own, looks[attack]) for attack, own in by_attack.items() if own]
     if not series:
         return None
+    attacks = [leak for leak in leaks if leak.role == "attack"]
     return Figure(
+        f"leakage-{metric}",
         TITLE,
         "The gap between an attack and the grey lines (baselines) is leakage.",
         round_axis([x for s in (*series, *accuracy) for x in s.x]),
@@ -147,6 +153,7 @@ def _leakage(reading: RunSnapshot, metric: str, accuracy: Sequence[Series]) -> F
         [*series, *accuracy],
         right=Axis(f"test {reading.scores.label_kind.utility}", "fraction", *WHOLE) if accuracy else None,
         metric=metric,
+        interval=interval_name(metric, attacks),
     )
 
 
@@ -201,6 +208,14 @@ def value_axis(metric: str, series: Sequence[Series]) -> Axis:
     return Axis(measured.label, low=low if measured.higher_is_better else max(low, -0.03 * high), high=high)
 
 
+def interval_name(metric: str, leaks: Sequence[Leak]) -> str:
+    """Name the intervals of these Leaks; empty without one."""
+    clusters = [leak.clusters for leak in leaks if leak.interval is not None]
+    if not clusters or MEASURED[metric].rate:
+        return "95 % interval (Wilson)" if clusters else ""
+    return f"95 % interval ({min(clusters)} clients{'' if min(clusters) == max(clusters) else ' or more'})"
+
+
 def success_figure(reading: RunSnapshot) -> Figure | None:
     """Draw the share of examples reconstructed at each PSNR or better; None without a curve."""
     curve, looks = success_curve(reading), looks_of(reading)
@@ -218,7 +233,7 @@ def success_figure(reading: RunSnapshot) -> Figure | None:
         series.append(Series("certified (ReRo), one round", "limit", LIMIT, THRESHOLDS, certified, note=notes))
     x, y = Axis("PSNR threshold (dB)", low=10, high=60), Axis("share of examples", "fraction", *WHOLE)
     words = "The share of examples that reach each PSNR. Attempts without an image count as failed."
-    return Figure("Success over thresholds", words, x, y, series)
+    return Figure("success", "Success over thresholds", words, x, y, series)
 
 
 def membership_figure(reading: RunSnapshot) -> Figure | None:
@@ -244,4 +259,4 @@ def membership_figure(reading: RunSnapshot) -> Figure | None:
     words = "The higher a curve on the left, the more members are detected with confidence."
     x = Axis("false positives", "log", least, 1)
     y = Axis("members detected", "log", least / 2, 1.07)
-    return Figure("Members detected against false positives", words, x, y, [*series, chance])
+    return Figure("membership", "Members detected against false positives", words, x, y, [*series, chance])

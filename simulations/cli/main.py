@@ -23,7 +23,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "result_commands": {
         "watch": "show running and finished runs in the browser; Ctrl-C ends it.",
-        "report": "write the HTML report of each run, and compare several.",
+        "report": "write the HTML report of each run, optionally with figures, and compare several.",
         "gate": "compare a run's metrics with thresholds; the exit status says whether all are kept.",
         "export": "write every score as CSV.",
     },

@@ -26,6 +26,7 @@ def add_to(commands: Commands) -> None:
     flag(page, "--open", "open the browser")
     written = commands.add(report, with_run=False)
     path(written, "run", "RUN", "a run's folder, or its name under runs/", nargs="+")
+    path(written, "--figures", "FOLDER", "each plot as PNG and SVG, one column wide")
     text = "where the comparison of several runs goes (default: comparison.html next to the first)"
     path(written, "--output -o", "FILE", text)
     add_gate(commands.add(gate))
@@ -81,6 +82,13 @@ def report(options: argparse.Namespace) -> int:
     if len(shown) > 1:
         beside = shown[0].folder.absolute().parent / "comparison.html"
         print(write_comparison(shown, options.output or beside))
+    if options.figures is not None:
+        from fedgauge.simulations.reports.figures import write_figures
+
+        paths, missing = write_figures(shown, options.figures)
+        print(*paths, sep="\n", end="\n" if paths else "")
+        for reason in missing:
+            tell(reason)
     return 0 if len(shown) == len(chosen) else MISTAKE
 
 

@@ -118,8 +118,8 @@ def test_the_report_and_its_figures_are_written(run: Run) -> None:
     assert "mean ROUGE-1" in told and "Private sentences and their reconstructions" in told
     assert "mean PSNR" not in told
     with read_once(run) as reading:
-        metrics = {figure.metric for figure in rounds_figures(reading)}
-    assert {"rouge1", "exact"} <= metrics and "psnr" not in metrics
+        names = {figure.name for figure in rounds_figures(reading)}
+    assert {"leakage-rouge1", "leakage-exact"} <= names and not any("psnr" in name for name in names)
 
 
 def test_the_page_answers_every_question(run: Run) -> None:

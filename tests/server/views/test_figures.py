@@ -25,9 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def specified(run: Run) -> dict[str, Figure]:
     with read_once(run) as reading:
         success = success_figure(reading)
-        return {
-            figure.metric or "success": figure for figure in (*rounds_figures(reading), *([success] if success else []))
-        }
+        return {figure.name: figure for figure in (*rounds_figures(reading), *([success] if success else []))}
 
 
 def series_of(figure: Figure) -> dict[str, Series]:
@@ -36,7 +34,7 @@ def series_of(figure: Figure) -> dict[str, Series]:
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_lines_and_bands_are_the_analysis(run: Run, metric: str) -> None:
-    figure = specified(run)[metric]
+    figure = specified(run)[f"leakage-{metric}"]
     lines = series_of(figure)
     with read_once(run) as reading:
         leaks = [k for k in reading.leakage(metric) if k.round is not None]
@@ -54,10 +52,11 @@ def test_lines_and_bands_are_the_analysis(run: Run, metric: str) -> None:
     assert any(s.role == "estimate" for s in figure.series) == (metric == "mse"), "a mean of PSNRs is of another kind"
     assert lines["test accuracy (right)"].mean == [pytest.approx(0.1 if r == 0 else 0.1 * r) for r in range(4)]
     assert figure.y.label == MEASURED[metric].label
+    assert figure.interval == ("95 % interval (Wilson)" if MEASURED[metric].rate else "95 % interval (3 clients)")
 
 
 def test_each_series_looks_different(run: Run) -> None:
-    looks = [series.look for series in specified(run)["mse"].series]
+    looks = [series.look for series in specified(run)["leakage-mse"].series]
     assert len({(look.colour, tuple(look.dash), look.symbol) for look in looks}) == len(looks)
 
 
@@ -66,7 +65,7 @@ def test_an_exact_hit_is_drawn_at_the_cap(tmp_path: Path) -> None:
         return {"psnr": math.inf if attack == "first" and client == 0 else 20.0}
 
     figures = specified(graded(tmp_path / "exact", exact, limit=False))
-    line = series_of(figures["psnr"])["first"]
+    line = series_of(figures["leakage-psnr"])["first"]
     assert ([*line.worst], line.mean) == ([60.0] * 3, [pytest.approx(100 / 3)] * 3)
     assert series_of(figures["success"])["first"].mean == [
         1.0 if t <= 20 else pytest.approx(1 / 3) for t in range(10, 61)
@@ -74,13 +73,13 @@ def test_an_exact_hit_is_drawn_at_the_cap(tmp_path: Path) -> None:
 
 
 def test_one_client_has_no_band_and_a_round_without_an_image_no_point(tmp_path: Path) -> None:
-    figure = specified(graded(tmp_path / "lone", only_psnr, clients=1))["psnr"]
-    assert [*series_of(figure)["first"].low] == [None] * 3
+    figure = specified(graded(tmp_path / "lone", only_psnr, clients=1))["leakage-psnr"]
+    assert figure.interval == "" and [*series_of(figure)["first"].low] == [None] * 3
 
     def failing(attack: str, round: int, client: int) -> Mapping[str, float | None]:
         return {"psnr": None if attack == "first" and round == 2 else 20.0}
 
-    figure = specified(graded(tmp_path / "failing", failing, limit=False))["psnr"]
+    figure = specified(graded(tmp_path / "failing", failing, limit=False))["leakage-psnr"]
     assert series_of(figure)["first"].x == [1, 3]
 
 
