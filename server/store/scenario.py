@@ -353,16 +353,16 @@ def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> i
     return sum(len(alike) * sum(len(plan.targets(alike[0], seen, p)) for p in plan.attacks) for alike in kinds.values())
 
 
-def component_of(text: str, option: str) -> Table:
-    """Parse a component with settings from an option.
+def component_of(text: str) -> Table:
+    """Parse a component with settings from the option --attack.
 
     Example:
-        >>> component_of("dlg iterations=300", "--attack")
+        >>> component_of("dlg iterations=300")
         {'use': 'dlg', 'iterations': 300}
     """
     use, *settings = text.split() or [""]
     if not use:
-        raise SpecError(f"{option} is empty: name a component, with its settings, such as {option} 'NAME KEY=VALUE'")
+        raise SpecError("--attack is empty: name a component, with its settings, such as --attack 'NAME KEY=VALUE'")
     table: dict[str, Any] = {"use": use}
     for setting in settings:
         apply_setting(table, setting)

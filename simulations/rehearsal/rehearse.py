@@ -25,7 +25,6 @@ from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.data_folder import read_npz
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
-from fedgauge.server.pool.assumed_training import digest_of
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -273,7 +272,7 @@ def _proof(
             else:
                 words += "; if the app adds noise, name it in the scenario's [[chain]] (gaussian or dp_sgd)"
             if not left_out or (off > CLOSE and not {"noise", "autocast"} & {*left_out}):
-                ledger.set_meta(training=words, training_fits="False", training_assumed=digest_of(scenario.protocol))
+                ledger.set_meta(training=words, training_fits="False")
             return words, seconds
         ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
         if later and len(trained) == 1 + len(later):
