@@ -196,7 +196,11 @@ def test_five_clients_with_threshold_three_are_refused_unless_asked_for_by_name(
 @pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 def test_a_real_deployment_under_a_secure_sum(tmp_path: Path) -> None:
     """Flower's own processes, TLS and keys: two clients, one round, a sum alone. A client starts a process for each question."""
-    two = SUMMED.replace("rounds = 3", "rounds = 1").replace("clients = 3", "clients = 2").replace("group = 3", "group = 2")
+    two = (
+        SUMMED.replace("rounds = 3", "rounds = 1")
+        .replace("clients = 3", "clients = 2")
+        .replace("group = 3", "group = 2")
+    )
     deployment, owners = deployed(tmp_path / "a", two, clients=2)
     command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "deploy", "up", str(deployment.folder), "--local"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
