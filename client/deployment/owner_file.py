@@ -64,17 +64,9 @@ class GuardPolicy(Checked, InspectionPolicy):
 
     Args:
         max_norm: the largest Euclidean norm that is sent; None: any.
-        audit: an attack that the client first tries on its own update; None: none.
-        iterations, seconds: the budget of that attack.
-        threshold: an update is withheld if its best reconstructed example reaches this PSNR (dB), or of text this ROUGE-1 (%);
-            None: 20 dB or 50 %.
     """
 
     max_norm: Positive | None = None
-    audit: str | None = None
-    iterations: Count = 100
-    seconds: Positive = 20.0
-    threshold: float | None = None
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def submitted(text: str) -> tuple[str, Table]:
         >>> submitted("mine:sharper rate=0.1")
         ('sharper', {'use': 'mine:sharper', 'rate': 0.1})
     """
-    table = component_of(text, "--attack")
+    table = component_of(text)
     return str(attack_name(table)), {key: value for key, value in table.items() if key != "name"}
 
 
