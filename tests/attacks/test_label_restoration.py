@@ -84,7 +84,6 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 def test_the_label_of_one_example_is_always_restored(name: str, digits: Dataset) -> None:
     chosen = torch.randperm(4000, generator=torch.Generator().manual_seed(0))[:64]
     assert set(digits.y[chosen].tolist()) == set(range(10))
-    torch.manual_seed(0)
     model = NETWORKS[name]()
     wave = wave_of(model, digits, [batch_of(digits.x, digits.y, i[None]) for i in chosen])
     assert restore(wave, knowledge(model, 1)).flatten().tolist() == digits.y[chosen].tolist()

@@ -137,7 +137,6 @@ def test_batch_norm_average_pools_and_functions_are_read_in_the_order_of_the_com
         def forward(self, x: Tensor) -> Tensor:
             return self.head(F.avg_pool2d(self.norm(self.conv(x)), 2).tanh().view(x.size(0), -1))
 
-    torch.manual_seed(0)
     model = Network().eval()
     assert [stage.name for stage in stages_of(model, SMALL)] == ["conv", "head"]
     check(attack(model, smooth(3, SMALL)), smooth(3, SMALL), 60.0)

@@ -49,7 +49,6 @@ def test_convnet_pools_after_its_sixth_and_eighth_convolution() -> None:
 def test_lenet_starts_uniform_between_minus_and_plus_one_half() -> None:
     from scipy.stats import kstest
 
-    torch.manual_seed(0)
     model = vision.lenet(CIFAR, 10)
     drawn = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
     assert np.abs(drawn).max() <= 0.5
@@ -145,7 +144,6 @@ def test_resnets_of_every_depth_compute_and_keep_their_scale(depth: Any) -> None
 def test_a_resnet_of_torchvisions_weights_computes_torchvisions_block() -> None:
     """A stage's first block, with its projecting shortcut, against the reference implementation."""
     resnet = pytest.importorskip("torchvision").models.resnet
-    torch.manual_seed(0)
     for depth, kind, fan_in in ((18, resnet.BasicBlock, 4), (50, resnet.Bottleneck, 16)):
         ours = vision.resnet(CIFAR, 10, depth=depth, width=4).get_submodule("layer2.0").train()
         fan_out = 8 * kind.expansion

@@ -12,6 +12,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -191,7 +192,10 @@ def complete(run: Run, rounds: int, clients: int) -> None:
 # -------------------------------------------------------------------------------------------------------- Ray's cluster
 
 
-HEAD = processes.free_port()
+@cache
+def head() -> int:
+    """The port of the cluster's head."""
+    return processes.free_port()
 
 
 def access(cluster: LocalDeployment) -> dict[str, str]:
@@ -208,10 +212,10 @@ def cluster(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator
         usual = local._environment
         monkeypatch.setattr(local, "_environment", lambda name: usual(name) | access(local))
         for name in ("ray-head", "ray-worker"):
-            words = (w.replace("ray-head", "127.0.0.1").replace("6379", str(HEAD)) for w in table[name]["command"])
+            words = (w.replace("ray-head", "127.0.0.1").replace("6379", str(head())) for w in table[name]["command"])
             local.services[name] = Service(tuple(words))
             local.begin(name)
-        wait_for(lambda: processes.listens(HEAD), 60, "the head")
+        wait_for(lambda: processes.listens(head()), 60, "the head")
         yield local
 
 
@@ -224,7 +228,7 @@ def workers_of(cluster: LocalDeployment) -> list[int]:
 def joined(cluster: LocalDeployment) -> list[str]:
     """The nodes without cores that audits have joined to the cluster."""
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    address = f"127.0.0.1:{HEAD}"
+    address = f"127.0.0.1:{head()}"
     return [line for line in listed if "ray.scripts.scripts" in line and address in line]
 
 
@@ -241,7 +245,7 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     service = cluster.services["attack"]
     (tmp_path / "ray").mkdir()
     outside = launch.child_environment(tmp_path, "none-of-theirs") | access(cluster)
-    outside["RAY_ADDRESS"] = f"127.0.0.1:{HEAD}"
+    outside["RAY_ADDRESS"] = f"127.0.0.1:{head()}"
     (tmp_path / "wrong").write_text("0" * 64)
     stranger = subprocess.run(
         service.command,
@@ -273,7 +277,7 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     wait_for(lambda: not joined(cluster), 60, "the end of the node that it had joined")
 
     wait_for(
-        lambda: cluster.poll() or processes.listens(HEAD),
+        lambda: cluster.poll() or processes.listens(head()),
         120,
         "a head to be started again",
     )
