@@ -28,6 +28,7 @@ from fedgauge.simulations.run.processes import marked
 from tests.hostile_folder import hostile
 from tests.listening import LOOPBACK, listening
 from tests.small_runs import in_this_process
+from tests.waiting import wait_for
 
 OURS = uuid.uuid4().hex
 FEDGAUGE = (sys.executable, "-m", "fedgauge.simulations.cli.main")
@@ -187,7 +188,7 @@ def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(tmp_path: Path) 
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         ledger_file = wait_for(lambda: next(iter(tmp_path.glob("runs/*/ledger.sqlite")), None))
-        wait_for(lambda: len(rounds_of(ledger_file)) > 1 or None)
+        wait_for(lambda: len(rounds_of(ledger_file)) > 1)
     finally:
         driver.send_signal(signal.SIGINT)
         told, _ = driver.communicate(timeout=300)
@@ -227,14 +228,6 @@ def test_a_training_in_memory_that_dies_is_reported_with_the_end_of_its_log(tmp_
         with pytest.raises(TrainingFailed, match="scenario.toml"):
             training.verify()
     assert not training.scratch.exists()
-
-
-def wait_for(look, patience: float = 120.0):  # type: ignore[no-untyped-def]  # whatever the look gives
-    deadline = time.monotonic() + patience
-    while (found := look()) is None:
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-    return found
 
 
 def rounds_of(ledger_file: Path) -> list[object]:
