@@ -24,12 +24,12 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 
 from fedgauge.attacks.base import LIMITS
 from fedgauge.client.components import SpecError
+from fedgauge.client.deployment.secure_sum import PairwiseMasking, Record, SecureSumResult
 from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD, read, secure_sum, to_config_record
 from fedgauge.client.federation import Federation
 from fedgauge.client.mods import as_mod
 from fedgauge.client.protocol import Protocol
 from fedgauge.defenses.clip import clip
-from fedgauge.defenses.secure_sum import PairwiseMasking, Record, SecureSumResult
 from fedgauge.server.store.scenario import plan_of
 
 pytestmark = pytest.mark.usefixtures("identity")
