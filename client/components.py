@@ -461,7 +461,6 @@ class Checked:
 
 @cache
 def _ranges(kind: type[Any]) -> list[tuple[str, Range]]:
-    """The fields of a dataclass that have a range."""
     found: list[tuple[str, Range]] = []
     for each in fields(kind):
         options = (

@@ -30,7 +30,6 @@ class Targeting:
     aggregate: bool = False
 
     def applies_to(self, round: int, client: int) -> bool:
-        """Return whether this client gets crafted weights in this round."""
         if client in self.all_but or (self.clients is not None and client not in self.clients):
             return False
         return self.rounds is None or round in self.rounds

@@ -138,7 +138,6 @@ class OwnerConfig(Checked):
 
     @classmethod
     def parse(cls, text: str, path: Path) -> "OwnerConfig":
-        """From the text of the file at path."""
         with errors_in(path, ValueError):
             return cls._of(toml_text.parse(text.encode()), path)
 

@@ -75,7 +75,6 @@ class ClientFolder:
         return sum(1 for _ in (self.folder / "rounds").glob("run-*.json"))
 
     def keep_drawn(self, round: int, drawn: DrawnBatch) -> None:
-        """Record a round's draw."""
         _write(self._round(drawn.run, round), asdict(drawn))
 
     def answers(self, digest: str) -> dict[str, Answer]:

@@ -280,7 +280,6 @@ class RunSnapshot:
 
     @viewed
     def tester_truth(self, round: int, client: int) -> Batch | None:
-        """Return the truth that a tester supplied; None without one."""
         if "truth" in self.meta:
             with offline(), suppress(SpecError, OSError):
                 dataset = self.scenario.federation.shards.dataset

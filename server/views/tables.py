@@ -66,7 +66,6 @@ class Table:
 
     @classmethod
     def texts(cls, caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
-        """Make a table of texts."""
         return cls(caption, [Column(head, head) for head in heads], rows)
 
     def only(self, *keys: str) -> "Table":

@@ -97,7 +97,6 @@ def _rate(hits: Mask) -> Interval:
 
 
 def _clustered(values: Floats, updates: Ints, whole: float | None = None) -> Interval:
-    """A mean, with its interval clustered by update."""
     if not len(values):
         return NOTHING
     return float(values.mean()), *(clustered_interval(values, updates, whole=whole) or (None, None))
@@ -190,7 +189,6 @@ def all_measures() -> tuple[str, ...]:
 
 
 def metric_of(measure: str) -> str:
-    """The metric that a measure reads."""
     return DERIVED[measure][0] if measure in DERIVED else RENAMED.get(measure, measure)
 
 

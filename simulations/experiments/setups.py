@@ -104,7 +104,6 @@ def build_setup(cell: Setting, seed: int) -> Setup:
 
 
 def _federation(cell: Setting, shards: Shards, seed: int) -> Federation:
-    """The federation of a setting."""
     table, server_attack = dict(cell.model), cell.build_server_attack()
     if server_attack is not None and server_attack.architecture is not None:
         table["architectures"] = [server_attack.architecture]

@@ -90,7 +90,6 @@ def rows_of(cell: SweepCell, folder: Path) -> list[SweepRow]:
 
 
 def failed_rows(cell: SweepCell, error: Exception) -> list[SweepRow]:
-    """The rows of a cell that ended with an error."""
     reason = str(error) if isinstance(error, SpecError) else sentence(error)
     return [
         SweepRow(cell.defense, attack, cell.seed, reason=reason, run=cell.folder, metric="") for attack in cell.attacks
@@ -237,7 +236,6 @@ def _means(own: Sequence[SweepRow], column: str) -> dict[str, float]:
 
 
 def _detected(tests: Sequence[SweepRow]) -> str:
-    """Return the result of the strongest membership test as text."""
     areas = _means(tests, "mean")
     best = MEASURED[MEMBER].leakiest(sorted(areas), areas.__getitem__)
     if best is None:
@@ -247,7 +245,6 @@ def _detected(tests: Sequence[SweepRow]) -> str:
 
 
 def _leaked(own: Sequence[SweepRow], metric: str) -> str:
-    """Return the strongest result in the metric of another leak as text."""
     means = _means(own, "mean")
     best = MEASURED[metric].leakiest(sorted(means), means.__getitem__)
     return "–" if best is None else f"{number(means[best], MEASURED[metric].digits)} by `{best}`"
