@@ -16,7 +16,6 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.formatting import is_exact, number, percent, rounded
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import spent_in
@@ -144,8 +143,8 @@ def write_tables(folder: Path, rows: Sequence[SweepRow], sweep: Sweep) -> None:
     writer = csv.DictWriter(text, [f.name for f in fields(SweepRow)])
     writer.writeheader()
     writer.writerows(vars(row) for row in rows)
-    write_bytes(folder / "sweep.csv", text.getvalue().encode())
-    write_bytes(folder / "sweep.md", summary_as_markdown(rows, sweep.defenses).encode())
+    run_files.write(folder / "sweep.csv", text.getvalue().encode())
+    run_files.write(folder / "sweep.md", summary_as_markdown(rows, sweep.defenses).encode())
 
 
 def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
