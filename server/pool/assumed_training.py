@@ -114,10 +114,7 @@ def doubt(fed: Federation, seen: Observation, own: Batch) -> str:
     rivals = (fmean(_cosines(fed, seen, rival, min(COMPARED, orders))) for rival in _rivals(fed, own))
     if fits and sum(rival >= fmean(cosines) for rival in rivals) < BETTER:
         return ""
-    return (
-        f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f}): is it another "
-        "client's, another scale, another round, or is the local training not as [[chain]] says?"
-    )
+    return f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f})"
 
 
 def unchecked(fed: Federation) -> str:

@@ -115,7 +115,9 @@ def _doubts(source: TapeSource, found: Found) -> str:
             doubts.append(doubt(source.federation, source.observation(round, client, digest), own))
     except Exception as error:  # a user's network may raise anything; the grades stand without this check
         doubts.append(f"whether the truth gives the updates was not checked: {type(error).__name__}: {error}")
-    return "; ".join([words for words in doubts if words][:MOST_DOUBTS])
+    words = "; ".join([each for each in doubts if each][:MOST_DOUBTS])
+    why = "is it another client's, another scale, another round, or is the local training not as [[chain]] says?"
+    return f"{words}: {why}" if words else ""
 
 
 def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[int, int]]:

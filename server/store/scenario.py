@@ -53,6 +53,10 @@ _TOP = {
     "seed", "rounds", "clients", "data", "model", "loss", "chain", "stragglers", "secure_sum", "strategy", "attack", "audit",
     "tape", "simulation", "privacy", "server", "server_attack", "guard", "validator", "canaries",
 }  # fmt: skip
+_UNREAD: Mapping[type[Exception], str] = {
+    FileNotFoundError: "no such file; `fedgauge init` writes a scenario to start from",
+    IsADirectoryError: "a folder; a Flower app in its folder is audited by `fedgauge app`",
+}
 _PLAN = tuple(f.name for f in fields(AttackPlan) if f.name != "attacks")
 FEDAVG: Table = {"use": "FedAvg"}
 
@@ -192,8 +196,7 @@ class Scenario:
                         ]
             return cls.from_tables(tables, base)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
-            missing = "no such file; `fedgauge init` writes a scenario to start from"
-            reason = missing if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
+            reason = _UNREAD.get(type(error)) or getattr(error, "strerror", None) or error
             raise SpecError(f"{path}: {reason}") from error
 
     @classmethod

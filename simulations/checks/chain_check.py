@@ -59,12 +59,14 @@ def check_links(scenario: Scenario) -> Iterator[CheckResult]:
 
 def _trials(fed: Federation) -> Iterator[tuple[str, Table, "_LinkTrial"]]:
     """A trial of every link but local training: the link's name for messages, its table and the trial."""
-    batch = PublicSource(fed).batches[0]
-    batch = Batch(batch.x[: fed.shards.batch_size], batch.y[: fed.shards.batch_size])  # one of a secure sum's
+    public = PublicSource(fed).batches[0]
+    whole = Batch(public.x[: fed.shards.batch_size], public.y[: fed.shards.batch_size])  # one of a secure sum's
     params, _ = fed.initial()
-    base = fed.gradient(params, batch, None)
+    base = fed.gradient(params, whole, None)
     for i, (table, link) in enumerate(zip(fed.protocol.chain, fed.chain.links, strict=True), 1):
         if link is not fed.chain.local:
+            size = getattr(link, "batch_size", len(whole.y))  # of a local step
+            batch = Batch(whole.x[:size], whole.y[:size])
             yield f"link #{i} ({str(table['use']).split(':')[-1]})", table, _LinkTrial(link, base, batch)
 
 

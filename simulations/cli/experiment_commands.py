@@ -2,7 +2,7 @@
 
 import argparse
 
-from fedgauge.simulations.cli.options import Commands, path, positive, refuse, several
+from fedgauge.simulations.cli.options import Commands, path, positive, refuse, result_file, several
 
 SUITE = "suite"
 
@@ -27,7 +27,7 @@ def add_to(commands: Commands) -> None:
     )
     for option, of in (("--cells", "settings"), ("--attacks", "attacks")):
         table.add_argument(option, metavar="PATTERN", help=f"only these {of}: part of their name, or with * and ?")
-    path(table, "--output -o", "FILE", "keep the figures too, and continue what it holds")
+    path(table, "--output -o", "FILE", "keep the figures too, and continue what it holds", type=result_file)
     text = "what fedgauge reproduce --output wrote; or suite_small: the figures that fedgauge keeps of it"
     path(commands.add(compare, with_run=False), "files", "FILE", text, nargs="+")
 

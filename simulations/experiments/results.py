@@ -85,7 +85,8 @@ def read_results(path: Path) -> Mapping[str, Any]:
         kept["environment"]["packages"] = coerce(kept["environment"]["packages"], dict, "packages")
     except UNREADABLE as error:
         write = "write one with: fedgauge reproduce NAME --output FILE"
-        raise SpecError(f"{path} is not a file of results ({str(error):.200}): {write}") from error
+        why = getattr(error, "strerror", None) or error
+        raise SpecError(f"{path} is not a file of results ({str(why):.200}): {write}") from error
     return kept
 
 

@@ -20,6 +20,7 @@ from fedgauge.server.store.run_files import printable
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import finite, in_unit, is_exact
 from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import work_words
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import best_of, final_accuracy
@@ -204,6 +205,7 @@ def finish(run: Run, report: Path) -> None:
                 if a in pooled
             ],
             errors=sorted({row["reason"] for row in ledger.reasons("failed")}),
+            notices=[notice._asdict() for notice in notices(reading)],
         )
 
 
