@@ -35,7 +35,6 @@ class Targeting:
         return self.rounds is None or round in self.rounds
 
     def hits(self, rounds: int, clients: int) -> set[tuple[int, int]]:
-        """The rounds and clients that it attacks, of so many."""
         return {(r, c) for r in range(1, rounds + 1) for c in range(clients) if self.applies_to(r, c)}
 
 

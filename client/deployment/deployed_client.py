@@ -101,7 +101,6 @@ class DeployedClient(Federation):
         return {"chain": chain, "batch_size": draw.batch_size, "secret": secret, "records": records}
 
     def draw(self, round: int) -> list[int]:
-        """Return the indices of the training images of a round."""
         if self.owner.draw.sampling == "agreed":
             return self.shards.rows_at(self.owner.client, round).tolist()
         mine = self.shards.indices[self.owner.client]

@@ -127,7 +127,6 @@ class ClientFolder:
         return self.folder / "sums"
 
     def note(self, event: str, **facts: object) -> None:
-        """Append to the log."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         line = json.dumps({"time": round(time.time(), 3), "event": event, **facts}) + "\n"
         with _private(self.log) as file:

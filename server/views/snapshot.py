@@ -362,6 +362,5 @@ class RunSnapshot:
 
 @contextmanager
 def read_once(run: Run) -> Iterator[RunSnapshot]:
-    """Open a run and read its state once."""
     with closing(RunSnapshot(run)) as reading, reading.now():
         yield reading

@@ -33,7 +33,6 @@ class Column:
 
     @classmethod
     def of(cls, by: Measured, key: str, head: str, form: Form = "number") -> "Column":
-        """Make a column of a metric's values."""
         digits, named = 0 if by.fraction else by.digits, f"{head} ({by.unit})" if by.unit else head
         return cls(key, named, form, digits, by.fraction, not by.higher_is_better)
 

@@ -128,7 +128,6 @@ class ImageProblem:
         return known.pixels(invert(self.model, seen, y[0], start, *box, iterations, TV, steps=self.steps, local=RATE))
 
     def forwards(self, repetitions: int) -> None:
-        """The network's plain forward passes over the K images."""
         with torch.no_grad():
             for _ in range(repetitions):
                 self.model(self.known.normalise(self.truth.flatten(0, 1)))

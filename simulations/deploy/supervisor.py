@@ -111,7 +111,6 @@ class LocalDeployment:
         return self.children[name].poll()
 
     def blame(self, name: str, what: str) -> str:
-        """A message that a service failed, with the end of its log."""
         return launch.with_ends(f"the deployment failed: {name}: {what}", self.deployment.log(name))
 
     def _environment(self, name: str) -> dict[str, str]:

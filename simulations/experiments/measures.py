@@ -120,13 +120,11 @@ def _isolated_psnr(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
 
 
 def _verbatim(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
-    """The fraction of single images that were recovered verbatim."""
     n, size = outcome.psnr.shape
     return _clustered((outcome.psnr >= PSNR_CAP).astype(float).flatten(), np.repeat(np.arange(n), size), whole=1.0)
 
 
 def _iterations(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
-    """Mean iterations of the attacks that succeeded."""
     spent = outcome.iterations[_succeeded(outcome)]
     return _clustered(spent, np.arange(len(spent)))
 

@@ -66,7 +66,6 @@ class Setup:
 
     @property
     def truth(self) -> tuple[Batch, ...]:
-        """The private examples behind each observation."""
         return tuple(self.auditor.source.truth(seen.client, seen.round) for seen in self.observations)
 
 
@@ -127,7 +126,6 @@ def _federation(cell: Setting, shards: Shards, seed: int) -> Federation:
 
 
 def _with(fed: Federation, indices: Sequence[Tensor], **changes: Any) -> Federation:
-    """The federation with other examples, and the same network."""
     shards = replace(fed.shards, indices=tuple(indices), batch_size=len(indices[0]))
     return fed.having(shards, clients=len(indices), **changes)
 
