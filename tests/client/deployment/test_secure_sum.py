@@ -683,8 +683,3 @@ def test_wrong_shares_spoil_no_sum_unnoticed() -> None:
 
     with pytest.raises(ValueError, match="secret"):
         Group(FIVE, updates(size=2)).sum(tamper=spoil)
-
-
-def test_a_group_of_fewer_than_the_threshold_has_no_sum() -> None:
-    with pytest.raises(TooFewSurvivors):
-        Group(FIVE, updates(2)).sum()

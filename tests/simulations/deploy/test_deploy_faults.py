@@ -6,7 +6,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -26,6 +25,7 @@ from fedgauge.simulations.deploy.supervisor import LocalDeployment
 from fedgauge.simulations.deploy.train import register
 from fedgauge.simulations.run import launch, processes
 from tests.small_runs import DEPLOYED
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,13 +45,6 @@ use = "analytic"
 )
 
 ENTERED = "SuperNode ID:"  # what one says that was let in
-
-
-def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.2)
 
 
 @pytest.fixture
