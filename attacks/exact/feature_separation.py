@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.func import jacrev
+from torch.func import jacrev, vmap
 from torch.nn import functional as F
 
 from fedgauge.attacks import label_restoration as labelling
@@ -34,12 +34,11 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
 
 LABELS = 64  # sets of labels that are tried
-STARTS = 16  # of the separation; at the first, examples of equal labels are alike
-APART = 0.01  # deviation of the others
-STEPS = 50  # of a separation
-ALL_STEPS = 1_000  # of all starts and sets of labels
-STUCK = 1e6  # damping at which no step helps
-SOLVED = 1e-6  # relative error of the last layer's gradient, below which no other start is tried
+STARTS = 64  # of the separation with the likeliest labels
+ALL_STARTS = 512  # of all sets of labels, if it fails
+SPREAD = 3.0  # deviation of the logits at a start
+STEPS = 100  # of a separation
+SOLVED = 1e-6  # relative error of the last layer's gradient, below which a separation ends
 SEPARATED = 1e-3  # above which it is not that of a batch
 OFF = 1e-4  # of the largest input; smaller ones count as a ReLU that was off
 SHARE = 1e-3  # of the Gaussian prior, where the features do not determine the images
@@ -91,7 +90,8 @@ def _read(
     size, pixels = known.batch_size, math.prod(known.shape)
     gradient = {k: -t.double() / known.scale for k, t in alone.alone(0).items()}
     params = {k: t.double() for k, t in alone.params.items()}
-    y, inputs = _inputs(tail, gradient, params, _labels(alone, known, gradient[tail[0][0].bias]))
+    scaled = not labelling.literal(alone.alone(0), alone.params, known)
+    y, inputs = _inputs(tail, gradient, params, _labels(alone, known, gradient[tail[0][0].bias]), scaled)
     features = _Features(1.0, tail[-1][0].name, inputs)
     if features.inputs.shape[1] < pixels:
         objective = Objective(each(squared()), (features, gaussian(2 * SHARE / (size * pixels), by_class=True)))
@@ -144,23 +144,26 @@ class _Features(Prior):
 
 
 def _inputs(
-    tail: Sequence[tuple[LayerCall, str]], gradient: Update, params: Params, labels: Iterable[Tensor]
+    tail: Sequence[tuple[LayerCall, str]], gradient: Update, params: Params, labels: Iterable[Tensor], scaled: bool
 ) -> tuple[Tensor, Tensor]:
     """The labels (B,) that explain the last layer's gradient, and what the first layer of the tail reads of each example (B, n).
 
     Raises:
         ValueError: none of the labels explains it.
     """
-    some = list(islice(labels, LABELS))
-    y, best = _explained(tail[0][0], gradient, params, some)
+    some, rng = torch.stack(list(islice(labels, LABELS))), generator("starts of a separation")
+    best = _separated(tail[0][0], gradient, params, some[:1].expand(STARTS, -1), rng, scaled)
     if not best.error < SEPARATED:
-        raise ValueError(f"the last layer's gradient is not that of {len(some[0])} examples, up to {best.error:.0e}")
+        every = some.repeat(ALL_STARTS // len(some), 1)
+        best = _separated(tail[0][0], gradient, params, every, rng, scaled)
+    if not best.error < SEPARATED:
+        raise ValueError(f"the last layer's gradient is not that of {some.shape[1]} examples, up to {best.error:.0e}")
     inputs, signals = best.inputs, best.signals
     for (above, activation), (below, _) in pairwise(tail):
         value = F.hardshrink(inputs, OFF * float(inputs.abs().max()))
         signals = signals @ params[above.weight] * slope_of(activation, value)
         inputs = torch.linalg.pinv(signals.T) @ gradient[below.weight]
-    return y, inputs
+    return best.labels, inputs
 
 
 class _Separation(NamedTuple):
@@ -168,71 +171,64 @@ class _Separation(NamedTuple):
 
     Args:
         error: of the layer's gradient, relative.
-        steps: what it took.
     """
 
     error: float
+    labels: Tensor
     inputs: Tensor
     signals: Tensor
-    steps: int
 
 
-def _explained(
-    last: LayerCall, gradient: Update, params: Params, labels: Sequence[Tensor]
-) -> tuple[Tensor, _Separation]:
-    """The labels with the least error, and their separation; of several, those that are far off get one start."""
-    best, y, spent = _Separation(math.inf, torch.empty(0), torch.empty(0), 0), labels[0], 0
-    rng = generator("starts of a separation")
-    for guess in labels:
-        for attempt in range(STARTS):
-            found = _separated(last, gradient, params, guess, rng if attempt else None)
-            spent += found.steps
-            if found.error < best.error:
-                best, y = found, guess
-            if best.error < SOLVED or spent > ALL_STEPS:
-                return y, best
-            if found.error > SEPARATED and len(labels) > 1:
-                break
-    return y, best
-
-
-def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor, rng: Generator | None) -> _Separation:
-    """Separate examples with labels y.
+def _separated(
+    last: LayerCall, gradient: Update, params: Params, y: Tensor, rng: Generator, scaled: bool
+) -> _Separation:
+    """Separate examples with labels y (N, B), each from a random start; return the best separation.
 
     Args:
-        rng: of a start at which examples of equal labels differ; None: they are alike.
+        scaled: the gradient has an unknown factor, which the error signals then have too.
     """
-    weight, bias, size = params[last.weight], params[last.bias], len(y)
+    weight, bias, size = params[last.weight], params[last.bias], y.shape[1]
     whole = torch.cat([gradient[last.weight], gradient[last.bias][:, None]], 1)  # the bias reads 1 of each example
     left, values, right = torch.linalg.svd(whole, full_matrices=False)
     left, right = left[:, :size] * values[:size], right[:size]
     truth, logits = F.one_hot(y, len(weight)).double(), right[:, :-1] @ weight.T
 
-    def signals(mix: Tensor) -> Tensor:
-        return (torch.softmax(mix @ logits + bias, 1) - truth) / size
+    def signals(mix: Tensor, truth: Tensor) -> Tensor:
+        found = (torch.softmax(mix @ logits + bias, 1) - truth) / size
+        made = found.T @ mix
+        return found * ((made * left).sum() / made.square().sum()) if scaled else found
 
-    def off(mix: Tensor) -> Tensor:
-        return torch.cat([((signals(mix).T @ mix - left) / values[0]).flatten(), mix @ right[:, -1] - 1])
+    def off(mix: Tensor, truth: Tensor) -> Tensor:
+        return torch.cat([((signals(mix, truth).T @ mix - left) / values[0]).flatten(), mix @ right[:, -1] - 1])
 
-    near = (torch.softmax(bias, 0) - truth).T / size
-    if rng is not None:
-        near = near + APART * torch.randn(near.shape, generator=rng, dtype=torch.float64)
-    mix, error, steps = _least_squares(off, torch.linalg.pinv(near) @ left)
-    return _Separation(error, mix @ right[:, :-1], signals(mix), steps)
+    guess = torch.softmax(bias + SPREAD * torch.randn(truth.shape, generator=rng, dtype=torch.float64), 2)
+    mix = torch.linalg.pinv((guess - truth).mT) @ left
+    mix = mix / (mix @ right[:, -1])[..., None]
+    mix, error = _least_squares(off, mix, truth)
+    best = int(error.argmin())
+    return _Separation(float(error[best]), y[best], mix[best] @ right[:, :-1], signals(mix[best], truth[best]))
 
 
-def _least_squares(off: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, float, int]:
-    """Minimise |off(x)| by Levenberg and Marquardt's method from x: the point, its error and the steps, at most STEPS."""
-    rest, damping, steps = off(x), 1e-3, 0
-    while steps < STEPS and damping < STUCK and float(rest.norm()) > SOLVED / 100:
-        steps += 1
-        slope = jacrev(off)(x).flatten(1)
-        square = slope.T @ slope
-        damped = square + damping * square.diag().clamp_min(1e-30).diag()
-        other = x - torch.linalg.solve_ex(damped, slope.T @ rest).result.view_as(x)  # not finite: no step
-        changed = off(other)
-        if bool(changed.square().sum() < rest.square().sum()):
-            x, rest, damping = other, changed, damping / 10
-        else:
-            damping *= 10
-    return x, float(rest.norm()), steps
+def _least_squares(off: Callable[[Tensor, Tensor], Tensor], x: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    """Minimise |off(x, given)| from each of N points by Levenberg and Marquardt's method, until one is solved.
+
+    Returns:
+        The N points and their errors.
+    """
+    every, slopes = vmap(off), vmap(jacrev(off))
+    rest, damping = every(x, given), x.new_full((len(x), 1, 1), 1e-3)
+    for _ in range(STEPS):
+        slope = slopes(x, given).flatten(2)
+        square = slope.mT @ slope
+        damped = square + damping * square.diagonal(dim1=1, dim2=2).clamp_min(1e-30).diag_embed()
+        step = torch.linalg.solve_ex(damped, slope.mT @ rest[..., None]).result  # not finite: no step
+        other = x - step.view_as(x)
+        changed = every(other, given)
+        better = changed.square().sum(1) < rest.square().sum(1)
+        x, rest = torch.where(better[:, None, None], other, x), torch.where(better[:, None], changed, rest)
+        damping = (damping * torch.where(better, 0.1, 10.0)[:, None, None]).clamp_min(1e-12)
+        error = rest.norm(dim=1).nan_to_num(math.inf)
+        best = error.argmin()
+        if error[best] < SOLVED and not better[best]:
+            break
+    return x, error
