@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Streams, Wave
 from fedgauge.attacks.engine.compatibility import doubled
-from fedgauge.attacks.engine.computation import LayerCall, activation_between, layer_calls, layer_inputs
+from fedgauge.attacks.engine.computation import ACTIVATIONS, LayerCall, activation_between, layer_calls, layer_inputs
 from fedgauge.attacks.engine.gradient_distances import each, squared
 from fedgauge.attacks.engine.optimizers import lbfgs, minimise
 from fedgauge.attacks.exact.analytic import slope_of
@@ -31,6 +31,7 @@ from fedgauge.attacks.matching.priors import Energy, Prior, gaussian
 from fedgauge.attacks.matching.search import LBFGSSearch
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
+from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Params, Update
 
 LABELS = 64  # sets of labels that are tried
@@ -39,8 +40,11 @@ ALL_STARTS = 512  # of all sets of labels, if it fails
 SPREAD = 3.0  # deviation of the logits at a start
 STEPS = 100  # of a separation
 SOLVED = 1e-6  # relative error of the last layer's gradient, below which a separation ends
-SEPARATED = 1e-3  # above which it is not that of a batch
-OFF = 1e-4  # of the largest input; smaller ones count as a ReLU that was off
+SEPARATED = 1e-3  # above which it is not that of a batch without noise
+NOISY = 0.03  # above which it is not that of a batch under weak noise
+ROUNDING = 1e-7  # of a gradient in float32, relative to its root mean square
+CERTAIN = (3.0, 10.0, 30.0, 100.0)  # standard deviations from zero, below which a ReLU counts as off at first
+REPEATS = 5  # of a layer, whose inputs show which ReLUs were on
 SHARE = 1e-3  # of the Gaussian prior, where the features do not determine the images
 HISTORY = 50  # of L-BFGS
 
@@ -108,6 +112,11 @@ def _read(
     start = torch.randn(size, pixels, generator=stream("start", 0)).double()
     found = minimise(evaluate, start, torch.full((size,), budget.iterations), lbfgs(history=HISTORY))
     x, spent = known.examples(found.x.view(-1, *known.shape)).float(), int(found.spent.max())
+    if known.chain.update_distribution != UpdateDistribution():
+        likeliest = GradientMatching(
+            Objective(priors=(gaussian(by_class=True),)), LBFGSSearch(history=HISTORY, double=True)
+        )
+        return likeliest.continued(alone, replace(known, labels=y[None]), budget, [stream], x[None])[0]
     return Reconstruction(x, y, float(found.f.mean()), spent, 0.0, "converged")
 
 
@@ -153,16 +162,27 @@ def _inputs(
     """
     some, rng = torch.stack(list(islice(labels, LABELS))), generator("starts of a separation")
     best = _separated(tail[0][0], gradient, params, some[:1].expand(STARTS, -1), rng, scaled)
-    if not best.error < SEPARATED:
+    if not best.explains:
         every = some.repeat(ALL_STARTS // len(some), 1)
         best = _separated(tail[0][0], gradient, params, every, rng, scaled)
-    if not best.error < SEPARATED:
+    if not best.explains:
         raise ValueError(f"the last layer's gradient is not that of {some.shape[1]} examples, up to {best.error:.0e}")
     inputs, signals = best.inputs, best.signals
     for (above, activation), (below, _) in pairwise(tail):
-        value = F.hardshrink(inputs, OFF * float(inputs.abs().max()))
-        signals = signals @ params[above.weight] * slope_of(activation, value)
-        inputs = torch.linalg.pinv(signals.T) @ gradient[below.weight]
+        passed, deviation = (
+            signals @ params[above.weight],
+            best.noise * torch.linalg.pinv(signals.T).norm(dim=1)[:, None],
+        )
+        least, wide = math.inf, gradient[below.weight]
+        for certain in CERTAIN:
+            value = inputs * (inputs.abs() > certain * deviation)
+            for _ in range(REPEATS):
+                guess = passed * slope_of(activation, value)
+                read = torch.linalg.pinv(guess.T) @ wide
+                value = ACTIVATIONS[activation](F.linear(read, params[below.weight], params.get(below.bias)))
+                if (rest := float((guess.T @ read - wide).norm())) < least:
+                    least, found = rest, (read, guess)
+        inputs, signals = found
     return best.labels, inputs
 
 
@@ -171,9 +191,13 @@ class _Separation(NamedTuple):
 
     Args:
         error: of the layer's gradient, relative.
+        explains: the error is rounding's, or that of weak noise.
+        noise: standard deviation of the gradient's entries.
     """
 
     error: float
+    explains: bool
+    noise: float
     labels: Tensor
     inputs: Tensor
     signals: Tensor
@@ -206,7 +230,11 @@ def _separated(
     mix = mix / (mix @ right[:, -1])[..., None]
     mix, error = _least_squares(off, mix, truth)
     best = int(error.argmin())
-    return _Separation(float(error[best]), y[best], mix[best] @ right[:, :-1], signals(mix[best], truth[best]))
+    rest = error[best] * values[0] / math.sqrt(size * (len(whole) + 1 - size))
+    noise = float(rest.hypot(ROUNDING * whole.square().mean().sqrt()))
+    allowed = max(SEPARATED, min(NOISY, float(values[size:].norm() / values[0])))  # what no batch of this size explains
+    found = mix[best] @ right[:, :-1], signals(mix[best], truth[best])
+    return _Separation(float(error[best]), float(error[best]) < allowed, noise, y[best], *found)
 
 
 def _least_squares(off: Callable[[Tensor, Tensor], Tensor], x: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
