@@ -1,8 +1,8 @@
 """Separates a batch by the last layers' gradients, which determine what these layers read of each example.
 
 The last layer's gradient is a sum of error signals times inputs, of rank B, so the inputs are M R with unknown M (B, B). The error
-signals follow from them and the labels, and the gradient determines M. Each fully connected layer before it is a linear system
-then, as in R-GAP (Zhu and Blaschko, ICLR 2021).
+signals follow from them and the labels, and the gradient determines M, and its own scale behind a clip. Each fully connected layer
+before it is a linear system then, as in R-GAP (Zhu and Blaschko, ICLR 2021).
 """
 
 import math
@@ -31,7 +31,6 @@ from fedgauge.attacks.matching.priors import Energy, Prior, gaussian
 from fedgauge.attacks.matching.search import LBFGSSearch
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
-from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Params, Update
 
 LABELS = 64  # sets of labels that are tried
@@ -41,7 +40,7 @@ SPREAD = 3.0  # deviation of the logits at a start
 STEPS = 100  # of a separation
 SOLVED = 1e-6  # relative error of the last layer's gradient, below which a separation ends
 SEPARATED = 1e-3  # above which it is not that of a batch without noise
-NOISY = 0.03  # above which it is not that of a batch under weak noise
+NOISY = 0.03  # of the largest singular value: those beyond the batch's rank, above which noise is not weak
 ROUNDING = 1e-7  # of a gradient in float32, relative to its root mean square
 CERTAIN = (3.0, 10.0, 30.0, 100.0)  # standard deviations from zero, below which a ReLU counts as off at first
 REPEATS = 5  # of a layer, whose inputs show which ReLUs were on
@@ -54,6 +53,7 @@ class feature_separation(EachByItself):
     """A batch of fewer examples than classes, by what the last fully connected layers read of each.
 
     Where these are fewer numbers than an example has, the images also match the gradients, under a Gaussian prior by class.
+    Reads behind a clip of unknown scale. Under weak noise a search by the update's likelihood follows.
     """
 
     needs_derivative = True
@@ -112,7 +112,7 @@ def _read(
     start = torch.randn(size, pixels, generator=stream("start", 0)).double()
     found = minimise(evaluate, start, torch.full((size,), budget.iterations), lbfgs(history=HISTORY))
     x, spent = known.examples(found.x.view(-1, *known.shape)).float(), int(found.spent.max())
-    if known.chain.update_distribution != UpdateDistribution():
+    if known.chain.mean != known.chain:  # noise
         likeliest = GradientMatching(
             Objective(priors=(gaussian(by_class=True),)), LBFGSSearch(history=HISTORY, double=True)
         )
@@ -169,10 +169,8 @@ def _inputs(
         raise ValueError(f"the last layer's gradient is not that of {some.shape[1]} examples, up to {best.error:.0e}")
     inputs, signals = best.inputs, best.signals
     for (above, activation), (below, _) in pairwise(tail):
-        passed, deviation = (
-            signals @ params[above.weight],
-            best.noise * torch.linalg.pinv(signals.T).norm(dim=1)[:, None],
-        )
+        passed = signals @ params[above.weight]
+        deviation = best.noise * torch.linalg.pinv(signals.T).norm(dim=1, keepdim=True)
         least, wide = math.inf, gradient[below.weight]
         for certain in CERTAIN:
             value = inputs * (inputs.abs() > certain * deviation)
@@ -210,10 +208,16 @@ def _separated(
 
     Args:
         scaled: the gradient has an unknown factor, which the error signals then have too.
+
+    Raises:
+        ValueError: the gradient's rank is larger.
     """
     weight, bias, size = params[last.weight], params[last.bias], y.shape[1]
     whole = torch.cat([gradient[last.weight], gradient[last.bias][:, None]], 1)  # the bias reads 1 of each example
     left, values, right = torch.linalg.svd(whole, full_matrices=False)
+    beyond = float(values[size:].norm() / values[0])  # no batch of this size explains it
+    if not beyond < NOISY:
+        raise ValueError(f"the last layer's gradient is not that of {size} examples, up to {beyond:.0e}")
     left, right = left[:, :size] * values[:size], right[:size]
     truth, logits = F.one_hot(y, len(weight)).double(), right[:, :-1] @ weight.T
 
@@ -232,9 +236,8 @@ def _separated(
     best = int(error.argmin())
     rest = error[best] * values[0] / math.sqrt(size * (len(whole) + 1 - size))
     noise = float(rest.hypot(ROUNDING * whole.square().mean().sqrt()))
-    allowed = max(SEPARATED, min(NOISY, float(values[size:].norm() / values[0])))  # what no batch of this size explains
     found = mix[best] @ right[:, :-1], signals(mix[best], truth[best])
-    return _Separation(float(error[best]), float(error[best]) < allowed, noise, y[best], *found)
+    return _Separation(float(error[best]), float(error[best]) < max(SEPARATED, beyond), noise, y[best], *found)
 
 
 def _least_squares(off: Callable[[Tensor, Tensor], Tensor], x: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
