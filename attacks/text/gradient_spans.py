@@ -92,7 +92,6 @@ class Spans:
 
     @property
     def stretch(self) -> float:
-        """The largest one among the views."""
         return max(view.stretch for view in self.views)
 
     def distance(self, vectors: Tensor) -> Tensor:
