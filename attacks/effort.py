@@ -53,7 +53,6 @@ def _dense(fed: Federation) -> InputLayer | None:
 
 
 def _works(read: Callable[[nn.Module, Sequence[int]], object], fed: Federation) -> bool:
-    """Return whether a closed form reads the network."""
     try:
         return bool(read(fed.model, fed.shards.dataset.shape))
     except ValueError:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from pathlib import Path
 from typing import cast
 
@@ -18,11 +18,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedgauge.client.deployment.deployed_client import DeployedClient, UpdatePolicy, self_audit
-from fedgauge.client.deployment.owner_file import GuardPolicy, OwnerConfig
+from fedgauge.client.deployment.deployed_client import DeployedClient, objection
+from fedgauge.client.deployment.owner_file import OwnerConfig
+from fedgauge.client.deployment.secure_sum import PairwiseMasking
 from fedgauge.client.deployment.secure_sum_mod import RECORD as SUM
 from fedgauge.client.deployment.secure_sum_mod import secure_sum
-from fedgauge.client.deployment.secure_sum_terms import SecureSum
 from fedgauge.client.deployment.self_grading import batch_to_grade
 from fedgauge.client.deployment.self_grading import grade as grade_images
 from fedgauge.client.deployment.server_terms import RequestRefused, ServerTerms
@@ -168,7 +168,7 @@ def _train_own(message: Message, context: Context) -> Message:
 
 
 def _answer_in_a_sum(
-    message: Message, context: Context, own: DeployedClient, terms: SecureSum, state: ClientFolder
+    message: Message, context: Context, own: DeployedClient, terms: PairwiseMasking, state: ClientFolder
 ) -> Message:
     """One answer of a secure sum's conversation; to the third question it is the masked update."""
     if SUM not in message.content.config_records:
@@ -206,11 +206,12 @@ def _answer_with_update(message: Message, context: Context, own: DeployedClient,
         state.note("withheld", **facts, cause=suspicious)
         return Message(Error(WITHHELD, REASON), reply_to=message)
     update = own.compute(params, buffers, batch, memory)
-    reply = _reply(message, own, update, buffers)  # before the audit, which uses the same model
-    with own.owner.allowing():  # the audit may come from one of the owner's packages
-        objection = _objection(own, params, buffers, update, reply, rows)
-    if objection:
-        state.note("withheld", **facts, cause=objection)
+    reply = _reply(message, own, update, buffers)
+    if own.owner.guard is not None:
+        moved = reply.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
+        suspicious = objection(moved) or objection(update, own.owner.guard.max_norm)
+    if suspicious:
+        state.note("withheld", **facts, cause=suspicious)
         return Message(Error(WITHHELD, REASON), reply_to=message)
     state.keep_drawn(round, replace(drawn, sent=True))
     _remember(context, "memory", memory)  # only now: the state counts what was sent
@@ -228,22 +229,6 @@ def _suspicious(own: DeployedClient, params: Params, round: int, run: int, state
     if words := guard.report(results, round):
         state.note("inspected", run=run, round=round, found=words)
     return guard.withhold(results)
-
-
-def _objection(
-    own: DeployedClient, params: Params, buffers: Mapping[str, Tensor], update: Update, reply: Message, rows: list[int]
-) -> str:
-    """Return the guard's reason to withhold the update; empty without a guard or an objection."""
-    limits: GuardPolicy | None = own.owner.guard
-    if limits is None:
-        return ""
-    moved = reply.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
-    inversion = self_audit(limits)
-    audit, policy = None, UpdatePolicy(limits.max_norm)
-    if inversion is not None:
-        audit = partial(inversion.leak, own, params, buffers, update, moved, own.owner.batch(rows))
-        policy = inversion.policy(own, limits)
-    return UpdatePolicy().objection(moved) or policy.objection(update, audit)
 
 
 @app.query("grade")

@@ -208,7 +208,6 @@ class Federation:
                 yield f"[loss]: {self.protocol.loss['use']} takes no probabilities as labels, which [[chain]] #{i} makes"
 
     def _takes_labels(self, link: BatchTransform, where: str) -> bool:
-        """Check that the loss takes the labels that a link makes."""
         data = self.shards.dataset
         examples = batch_of(data.x, data.y, torch.arange(2))
         batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, where)
@@ -267,9 +266,7 @@ class Federation:
         means = is_mean(self.loss, self.shards.dataset.classes, self.label_kind)
         return one_step and means and not norms and all(map(is_identity, others))
 
-    def client_update(
-        self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int, compute: UpdateFn | None = None
-    ) -> Update:
+    def client_update(self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int) -> Update:
         """Compute the server's view of a client in a round: its update, or with [secure_sum] its group's mean.
 
         Args:
@@ -277,10 +274,9 @@ class Federation:
             buffers: the buffers that it sends, such as BatchNorm's statistics.
             client: its number, from 0.
             round: from 1.
-            compute: a client function to use instead of the protocol's, on the same examples and randomness.
         """
         members = self.protocol.members(client, round)
-        updates = [self.own_update(params, buffers, member, round, compute=compute) for member in members]
+        updates = [self.own_update(params, buffers, member, round) for member in members]
         return updates[0] if len(updates) == 1 else average(updates, [1] * len(updates))
 
     def own_update(
@@ -290,21 +286,19 @@ class Federation:
         client: int,
         round: int,
         memory: TransformState | None = None,
-        compute: UpdateFn | None = None,
     ) -> Update:
         """Compute a client's update in a round, with the simulation's randomness.
 
         Args:
             params, buffers, client, round: as for `client_update`.
             memory: its state from earlier rounds, which is updated; None: this is its first round.
-            compute: used instead of `update_fn(memory)`.
 
         Returns:
             Tensors with the names, shapes and dtypes of `params`.
         """
         self.load_buffers(buffers)
         rng = generator(self.protocol.seed, "client", client, round)
-        update = (compute or self.update_fn(memory, client))(params, self.shards.batch_at(client, round), rng)
+        update = self.update_fn(memory, client)(params, self.shards.batch_at(client, round), rng)
         return {k: t.to(params[k].dtype) for k, t in update.items()}
 
     def trained_on(self, params: Params, buffers: Mapping[str, Tensor], client: int, round: int) -> Batch | None:

@@ -1,6 +1,7 @@
 """The protocol: the part of a scenario that every party of the federation knows."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
@@ -94,6 +95,10 @@ class CanaryOptions(Checked):
     examples: Natural = 0
 
 
+LEAST_CANARIES = (
+    6  # all guessed right by luck with probability 1/64: fewer refute no epsilon with the 95 % of one_run.py
+)
+
 _NUMBERS = {
     "seed": Natural,
     "rounds": Annotated[Count, Range(f"at most {MOST_ROUNDS}", lambda n: n <= MOST_ROUNDS)],
@@ -145,6 +150,11 @@ class Protocol:
             least, most = (1, self.clients) if self.canaries.examples else (2, self.clients - 1)
             if not least <= self.canaries.clients <= most:
                 raise SpecError(f"[canaries]: clients must be in {least}..{most}, got {self.canaries.clients}")
+            if 0 < (total := self.canaries.clients * self.canaries.examples) < LEAST_CANARIES:
+                needed = math.ceil(LEAST_CANARIES / self.canaries.clients)
+                raise SpecError(
+                    f"[canaries]: {total} canaries show no epsilon with 95 % confidence: set examples = {needed}"
+                )
         if self.secure_sum and self.clients % self.secure_sum.group:
             raise SpecError(f"[secure_sum]: group = {self.secure_sum.group} does not divide clients = {self.clients}")
 
@@ -177,7 +187,6 @@ class Protocol:
 
     @classmethod
     def from_json(cls, text: str) -> "Protocol":
-        """Read the text that `to_json` wrote."""
         return cls.from_tables(json.loads(text))
 
     def to_json(self) -> str:

@@ -21,9 +21,9 @@ PASSES = 64  # over the entries that were not accepted before; NVFlare has no en
 
 @dataclass(frozen=True)
 class percentile_privacy(UpdateTransform):
-    """Send the entries that change most in a local step, above a percentile, each at most gamma (Shokri & Shmatikov, 2015).
+    """Send the entries that change most in a local step, above a percentile, each at most gamma (NVFlare 2).
 
-    NVFlare's PercentilePrivacy with its defaults.
+    NVFlare's PercentilePrivacy with its defaults (Shokri & Shmatikov, 2015).
 
     Args:
         percentile: 0 to 100, of the absolute values of all entries; smaller ones become zero.
@@ -61,7 +61,7 @@ class percentile_privacy(UpdateTransform):
 
 @dataclass(frozen=True)
 class svt_privacy(UpdateTransform):
-    """Send a part of the entries, which a noisy threshold chooses, each at most gamma, with Laplace noise (sparse vector).
+    """Send a part of the entries, which a noisy threshold chooses, with Laplace noise (sparse vector of NVFlare 2.8 or 2.7).
 
     NVFlare's SVTPrivacy with its defaults. Version 2.8 divides epsilon between threshold and queries as 1 : (2 c)^(2/3), where
     c entries are sent, and bounds values before it adds noise; version 2.7 and earlier had less noise at the same epsilon,
@@ -158,7 +158,7 @@ class svt_privacy(UpdateTransform):
 
 
 def local_dp(epsilon: Positive, sensitivity: NotNegative = 1.0, delta: Part = 1e-5) -> gaussian:
-    """The normal noise of Flower's LocalDpMod; put `clip` before it for the mod's clipping.
+    """The normal noise of LocalDpMod (Flower 1.41); put `clip` before it for the mod's clipping.
 
     Args:
         epsilon: above 0, which the mod is asked for; fedgauge's accountant states what the noise really gives.
@@ -173,7 +173,6 @@ def local_dp(epsilon: Positive, sensitivity: NotNegative = 1.0, delta: Part = 1e
 
 
 def _within(bound: float, update: Update) -> float:
-    """A bound on entries as the update's dtypes can hold it."""
     return min(bound, *(torch.finfo(t.dtype).max for t in update.values()))
 
 

@@ -5,6 +5,7 @@ import fedgauge.client  # isort: skip  # mends torchvision before anything can i
 import fcntl
 import gc
 import os
+import random
 import shutil
 import tempfile
 import zlib
@@ -14,6 +15,7 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.supercore.task_identity import TaskIdentity
@@ -115,6 +117,17 @@ def pytest_collection_finish() -> None:
     """Flower's strategies collect garbage after every array: they need not look at all of torch and all tests each time."""
     gc.enable()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """What a test or a fixture draws without a generator of its own does not depend on the tests before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+pytest_fixture_setup = pytest_runtest_call
 
 
 @pytest.fixture(scope="session")

@@ -83,8 +83,8 @@ def numerics(device: torch.device, precision: Precision = "ieee", deterministic:
     return Numerics(str(device), f"{platform.machine()} {name}".strip(), "ieee", True, torch.__version__, "")
 
 
-def driver(root: Path = Path("/")) -> str:
+def driver() -> str:
     """The NVIDIA driver's version; "" if there is none."""
-    path = root / "proc/driver/nvidia/version"
+    path = Path("/proc/driver/nvidia/version")
     words = path.read_text().split() if path.is_file() else []
     return next((word for word in words if word[:1].isdigit() and "." in word), "")

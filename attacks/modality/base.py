@@ -82,7 +82,6 @@ class MainMetric(Measured):
         margin: no guess beats every baseline by this much through luck.
         beyond: the margin as a phrase.
         whole_as: how an example with the best value comes back.
-        leaked: from this value on an example has leaked: a client that audits itself withholds its update, unless set otherwise.
         private: the noun for what is attacked.
         stored: the name in a ledger of the kind of data, where another kind has the same metric; default: the metric.
     """
@@ -91,7 +90,6 @@ class MainMetric(Measured):
     name: str
     margin: float
     beyond: str
-    leaked: float
     private: str
     whole_as: str = "exactly"
     stored: str = ""

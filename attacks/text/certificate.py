@@ -21,6 +21,9 @@ from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.update import Batch, Update, norm, relative_error
 
 TOLERANCE = 1e-5  # relative, a hundred roundings of float32; swapping two words of an untrained network gives 6e-4
+LEAST_SHARE = (
+    1.2e-7  # of a sentence in the batch's gradient: below the rounding of float32 it may leave the update as it is
+)
 MOST_ORDERS = 24  # of labels that are tried: as many as a batch of four has
 MOST = 12  # of the words that a frozen head's logits rank first
 FIRST = 3  # highest-ranked words that are tried for each sentence
@@ -121,11 +124,13 @@ class GuessVerifier:
     def verdict(self, batch: Batch, error: float) -> str:
         """Describe whether a guess with this relative error is proven.
 
-        A sentence that the model predicts well adds almost nothing: the error must also be small compared with that.
+        A sentence that the model predicts well adds almost nothing: the error must also be small compared with that. If it adds
+        nothing, no guess of it is proven.
         """
         if not provable(self.known.chain):
             return "no certificate: the chain adds noise, is random, or shows only signs, so no guess can be proven"
-        if error <= TOLERANCE and error <= TOLERANCE * self.smallest_share(batch):
+        share = self.smallest_share(batch) if error <= TOLERANCE else 0.0
+        if share > LEAST_SHARE and error <= TOLERANCE * share:
             return f"certified: the client's step turns the guess into the observed update, to {error:.0e}"
         return f"no certificate: the guess leaves an error of {error:.1e}, as other sentences might"
 

@@ -5,8 +5,7 @@ only what the server assumes. Whether the client is a canary its owner says; a s
 """
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,10 +13,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import ComponentKind, SpecError, Table, build, call_checked, errors_in
+from fedgauge.client.components import SpecError, Table, call_checked, errors_in, settings_of
 from fedgauge.client.data.batches import Shards, split
-from fedgauge.client.deployment.owner_file import GuardPolicy, OwnerConfig
-from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
+from fedgauge.client.deployment.owner_file import OwnerConfig
+from fedgauge.client.deployment.secure_sum import PairwiseMasking
 from fedgauge.client.deployment.server_model import build_servers_model
 from fedgauge.client.deployment.server_terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation
@@ -56,10 +55,6 @@ class DeployedClient(Federation):
             _ = own.shards, own.model
             with owner.allowing():
                 _ = own.loss, own.chain
-                if owner.guard is not None:
-                    self_audit(owner.guard)
-                    if own.chain.private and owner.guard.audit is not None:  # the examples would decide on a refusal
-                        raise SpecError("[guard]: audit reveals what the chain's epsilon must cover: remove it")
                 if owner.canary and not own.chain.private:
                     raise SpecError("canary = true needs noise behind a clip in [[chain]]: add clip and gaussian")
         return own
@@ -92,10 +87,10 @@ class DeployedClient(Federation):
         return super().chain.deployed
 
     @cached_property
-    def secure_sum(self) -> SecureSum | None:
+    def secure_sum(self) -> PairwiseMasking | None:
         """The only secure sum in which the owner sends updates."""
         table = self.owner.secure_sum
-        return None if table is None else build_secure_sum(table)
+        return None if table is None else settings_of(PairwiseMasking, table, "[secure_sum]")
 
     @property
     def terms(self) -> Table:
@@ -106,7 +101,6 @@ class DeployedClient(Federation):
         return {"chain": chain, "batch_size": draw.batch_size, "secret": secret, "records": records}
 
     def draw(self, round: int) -> list[int]:
-        """Return the indices of the training images of a round."""
         if self.owner.draw.sampling == "agreed":
             return self.shards.rows_at(self.owner.client, round).tolist()
         mine = self.shards.indices[self.owner.client]
@@ -136,81 +130,17 @@ def _draws_of_its_own(compute: UpdateFn) -> UpdateFn:
     return apart
 
 
-@dataclass(frozen=True)
-class UpdatePolicy:
-    """Checks of an update: finite entries, a bounded norm, and a failed attack by the client itself.
+def objection(update: Mapping[str, Tensor], max_norm: float | None = None) -> str:
+    """Return the reason to withhold an update, for the owner only; empty if there is none.
 
     Args:
         max_norm: the largest Euclidean norm that is sent; None: any.
-        threshold: an update is withheld if the audit reconstructs an example at this value or better.
-        unit: of the audit's values.
-        higher_leaks: whether a higher one is better.
     """
-
-    max_norm: float | None = None
-    threshold: float = 20.0
-    unit: str = "dB"
-    higher_leaks: bool = True
-
-    def objection(self, update: Mapping[str, Tensor], audit: Callable[[], float] | None = None) -> str:
-        """Return the reason to withhold an update, for the owner only; empty if there is none.
-
-        Args:
-            audit: of this update; on ValueError the update is withheld. It runs last, as it costs most.
-        """
-        if odd := [k for k, t in update.items() if t.is_complex()]:
-            return f"{', '.join(odd)}: complex numbers, which no limit here is for"
-        floats = {k: t.double() for k, t in update.items() if torch.is_floating_point(t)}
-        if wrong := [k for k, t in floats.items() if not torch.isfinite(t).all()]:
-            return f"{', '.join(wrong)}: entries that are not finite"
-        if self.max_norm is not None and floats and (size := float(norm(floats))) > self.max_norm:
-            return f"its norm is {size:.4g}, above max_norm {self.max_norm:g}"
-        if audit is None:
-            return ""
-        try:
-            leak = audit()
-        except ValueError as error:
-            return f"its audit failed: {error}"
-        # not (leak >= threshold): a NaN must not pass
-        safe = leak < self.threshold if self.higher_leaks else leak > self.threshold
-        return "" if safe else f"its audit reconstructs an example at {leak:.1f} {self.unit}"
-
-
-class SelfAudit(ABC):
-    """An attack of a client on its own update before it leaves; a frozen dataclass of the attack's name and budget."""
-
-    @abstractmethod
-    def leak(
-        self,
-        own: Federation,
-        params: Params,
-        buffers: Mapping[str, Tensor],
-        update: Update,
-        returned: Mapping[str, Tensor],
-        batch: Batch,
-    ) -> float:
-        """The best reconstructed example's value of its modality's main metric.
-
-        Args:
-            returned: the buffers that would leave with the update; {}: none.
-
-        Raises:
-            ValueError: the attack does not apply to this update.
-        """
-
-    @abstractmethod
-    def policy(self, own: Federation, guard: GuardPolicy) -> UpdatePolicy:
-        """Return the update checks, with the owner's limits on what `leak` returns."""
-
-
-SELF_AUDIT = ComponentKind("an audit of one's own update", ("fedgauge.audits",), SelfAudit)
-INVERSION = "invert_own"  # clients may not import attacks, so the registry finds it by name
-
-
-def self_audit(guard: GuardPolicy) -> SelfAudit | None:
-    """The audit that an owner asks for."""
-    if guard.audit is None:
-        return None
-    table = {"use": INVERSION, "attack": guard.audit, "iterations": guard.iterations, "seconds": guard.seconds}
-    found: SelfAudit = build(table, "[guard]", SELF_AUDIT)
-    return found
+    if odd := [k for k, t in update.items() if t.is_complex()]:
+        return f"{', '.join(odd)}: complex numbers, which no limit here is for"
+    floats = {k: t.double() for k, t in update.items() if torch.is_floating_point(t)}
+    if wrong := [k for k, t in floats.items() if not torch.isfinite(t).all()]:
+        return f"{', '.join(wrong)}: entries that are not finite"
+    if max_norm is not None and floats and (size := float(norm(floats))) > max_norm:
+        return f"its norm is {size:.4g}, above max_norm {max_norm:g}"
+    return ""

@@ -5,7 +5,6 @@ Neither check grades or chooses anything.
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from hashlib import sha256
 from statistics import fmean
 
 import torch
@@ -16,7 +15,6 @@ from fedgauge.attacks.grading.training_evidence import TrainingEvidence, trainin
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer
 from fedgauge.client.local_training import LocalTraining
-from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import BatchTransform, StatefulTransform, noise_free
 from fedgauge.client.update import Batch
@@ -32,11 +30,6 @@ RECORDED = (
 NO_REPLAY = "not possible: the app's clients keep their data; they are taken to train as the chain says"
 
 
-def digest_of(protocol: Protocol) -> str:
-    """Return a digest that identifies the assumed training."""
-    return sha256(protocol.to_json().encode()).hexdigest()
-
-
 class TrainingCheck:
     """Compares updates before they are attacked, and writes the worst result into the ledger and on the attacks' cards.
 
@@ -45,12 +38,10 @@ class TrainingCheck:
 
     def __init__(self, source: TapeSource) -> None:
         self._source, self._ledger = source, source.ledger
-        protocol, meta = source.federation.protocol, source.ledger.meta()
-        self._assumed = digest_of(protocol)
         self._compared: set[tuple[int, int]] = set()  # (round, client)
         self._worst: TrainingEvidence | None = None
-        if meta.get("training") and meta.get("training_assumed") == self._assumed:  # what an earlier service found
-            self._worst = TrainingEvidence("undecided", self._ledger.training_fits, meta["training"])
+        if words := self._ledger.meta().get("training"):  # what an earlier service found
+            self._worst = TrainingEvidence("undecided", self._ledger.training_fits, words)
 
     def compare(self, round: int, clients: Collection[int]) -> None:
         """Compare the updates of a round's clients that were not compared yet."""
@@ -96,7 +87,6 @@ class TrainingCheck:
             replay_detail="; ".join(filter(None, (NO_REPLAY, RECORDED, whole.words))),
             training=whole.words,
             training_fits=str(whole.fits),
-            training_assumed=self._assumed,
         )
 
 
@@ -124,10 +114,7 @@ def doubt(fed: Federation, seen: Observation, own: Batch) -> str:
     rivals = (fmean(_cosines(fed, seen, rival, min(COMPARED, orders))) for rival in _rivals(fed, own))
     if fits and sum(rival >= fmean(cosines) for rival in rivals) < BETTER:
         return ""
-    return (
-        f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f}): is it another "
-        "client's, another scale, another round, or is the local training not as [[chain]] says?"
-    )
+    return f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f})"
 
 
 def unchecked(fed: Federation) -> str:

@@ -53,6 +53,10 @@ _TOP = {
     "seed", "rounds", "clients", "data", "model", "loss", "chain", "stragglers", "secure_sum", "strategy", "attack", "audit",
     "tape", "simulation", "privacy", "server", "server_attack", "guard", "validator", "canaries",
 }  # fmt: skip
+_UNREAD: Mapping[type[Exception], str] = {
+    FileNotFoundError: "no such file; `fedgauge init` writes a scenario to start from",
+    IsADirectoryError: "a folder; a Flower app in its folder is audited by `fedgauge app`",
+}
 _PLAN = tuple(f.name for f in fields(AttackPlan) if f.name != "attacks")
 FEDAVG: Table = {"use": "FedAvg"}
 
@@ -192,8 +196,7 @@ class Scenario:
                         ]
             return cls.from_tables(tables, base)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, SpecError) as error:
-            missing = "no such file; `fedgauge init` writes a scenario to start from"
-            reason = missing if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
+            reason = _UNREAD.get(type(error)) or getattr(error, "strerror", None) or error
             raise SpecError(f"{path}: {reason}") from error
 
     @classmethod
@@ -241,7 +244,6 @@ class Scenario:
         return f"malicious server: {'; '.join(map(str, self.server_attack))}" if self.server_attack else "honest server"
 
     def to_toml(self) -> str:
-        """Write the scenario with settings applied."""
         return tomli_w.dumps(dict(self.tables))
 
 
@@ -350,16 +352,16 @@ def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> i
     return sum(len(alike) * sum(len(plan.targets(alike[0], seen, p)) for p in plan.attacks) for alike in kinds.values())
 
 
-def component_of(text: str, option: str) -> Table:
-    """Parse a component with settings from an option.
+def component_of(text: str) -> Table:
+    """Parse a component with settings from the option --attack.
 
     Example:
-        >>> component_of("dlg iterations=300", "--attack")
+        >>> component_of("dlg iterations=300")
         {'use': 'dlg', 'iterations': 300}
     """
     use, *settings = text.split() or [""]
     if not use:
-        raise SpecError(f"{option} is empty: name a component, with its settings, such as {option} 'NAME KEY=VALUE'")
+        raise SpecError("--attack is empty: name a component, with its settings, such as --attack 'NAME KEY=VALUE'")
     table: dict[str, Any] = {"use": use}
     for setting in settings:
         apply_setting(table, setting)
@@ -378,14 +380,7 @@ def _check_control_variates(federation: Federation, strategy: Table, tape: TapeO
 
 
 def apply_setting(tables: dict[str, Any], setting: str) -> None:
-    """Set one value by its path, such as "chain.0.max_norm=2"; the value is TOML, else text.
-
-    Example:
-        >>> tables = {"chain": [{"use": "clip", "max_norm": 1.0}]}
-        >>> apply_setting(tables, "chain.0.max_norm=2")
-        >>> tables
-        {'chain': [{'use': 'clip', 'max_norm': 2}]}
-    """
+    """Set one value by its path, such as "chain.0.max_norm=2"; the value is TOML, else text."""
     path, separator, text = setting.partition("=")
     if not separator or not path:
         raise SpecError(f"--set {setting}: expected table.key=value")

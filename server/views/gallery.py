@@ -226,7 +226,7 @@ class Gallery:
             round=round,
             client=client,
             example=example,
-            truth=None if x is None or text else png(x, SMALL),
+            truth=None if x is None or text else png(x),
             label=label,
             label_name="" if label is None else self.label_name(label),
             tiles=tuple(self._tile(a, round, client, example) for a in self.attacks if (round, a) in self.cells),
@@ -266,7 +266,7 @@ class Gallery:
         label = self._label(tensors.get("y"), truth, example, attack)
         tile = Tile(attack, None, shown, note, label)
         if self.kind == "image":
-            return replace(tile, image=png(x[example], SMALL))
+            return replace(tile, image=png(x[example]))
         words = self.modality.marked(x[example], truth[0] if truth else None) if self.modality else None
         return replace(tile, words=words)
 
@@ -323,17 +323,12 @@ def picture(x: Tensor) -> Tensor:
     return torch.cat([torch.cat(list(row), 1) for row in torch.cat([some, blank]).split(side)])[None]
 
 
-def png(x: Tensor, most: int | None = None) -> str:
-    """Encode an example in [0, 1] or uint8 as the data URI of a PNG.
-
-    Args:
-        most: pixels per side; larger images are averaged.
-    """
+def png(x: Tensor) -> str:
+    """Encode an example in [0, 1] or uint8 as the data URI of a PNG; one of more than SMALL pixels a side is averaged."""
     from PIL import Image
 
     pixels = picture(x.float() / 255 if x.dtype == torch.uint8 else x.clamp(0, 1))
-    if most is not None and max(pixels.shape[1:]) > most:
-        factor = math.ceil(max(pixels.shape[1:]) / most)
+    if (factor := math.ceil(max(pixels.shape[1:]) / SMALL)) > 1:
         pixels = F.avg_pool2d(pixels, factor, ceil_mode=True)
     values = (pixels * 255).round().byte().permute(1, 2, 0).numpy()  # (H, W, C)
     file = io.BytesIO()

@@ -13,13 +13,18 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.views.formatting import number
 from fedgauge.server.views.membership import why_not_tested
 from fedgauge.server.views.notices import audit_command
-from fedgauge.server.views.privacy import spent_in
+from fedgauge.server.views.privacy import bound_of, spent_in
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of
 from fedgauge.server.views.verdict import Kind, doubts
 
 Outcome = Literal["passed", "failed", "not measured", "incomplete"]
 EPSILON = "epsilon"  # of one record, the largest of any client
+CANARIES: Mapping[str, tuple[str, str]] = {  # the bound, and its assumption
+    "canary_epsilon": ("epsilon", "without an assumption"),
+    "canary_epsilon_gaussian": ("gaussian", "if the mechanism's trade-off curve is Gaussian"),
+    "canary_epsilon_normal": ("normal", "if the evidence of canaries is normal"),
+}
 WORST = "worst."  # prefix: of the example with the most leakage
 NO_PROOF = (
     "an estimate within the threshold proves nothing: measure it with fedgauge run, then fedgauge gate, or accept it with "
@@ -88,9 +93,8 @@ class GateResult:
 
 
 def gate_metrics(modality: type[Modality]) -> list[str]:
-    """List the metrics of a gate for data of this kind."""
     leaks = further_leaks()
-    own = [*modality.measured, *MEMBERSHIP, *leaks, EPSILON]
+    own = [*modality.measured, *MEMBERSHIP, *leaks, EPSILON, *CANARIES]
     return [*own, *(WORST + name for name in (*modality.measured, *leaks) if not MEASURED[name].rate)]
 
 
@@ -157,6 +161,12 @@ def _measured(reading: RunSnapshot, metric: str) -> Measurement:
     if metric == EPSILON:
         spent = spent_in(reading)
         return Measurement(spent.record, spent.words)
+    if metric in CANARIES:
+        name, assumption = CANARIES[metric]
+        if (shown := bound_of(reading)) is None:
+            return Measurement(None, "no canary examples were measured ([canaries] examples)")
+        words = f"shown by {shown.canaries} canaries (a lower bound of 95 % confidence, {assumption})"
+        return Measurement(getattr(shown.bound, name), words)
     name = metric.removeprefix(WORST)
     leaks = [k for k in reading.pooled(name).values() if k.role == "attack"] if name in reading.metrics else []
     lost = [f"{k.without_value} of {k.n + sum(k.failed.values())} by {k.attack}" for k in leaks if k.failed]

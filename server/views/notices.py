@@ -24,7 +24,6 @@ class Notice(NamedTuple):
 
 
 def audit_command(reading: RunSnapshot) -> str:
-    """Return the command that attacks a run further."""
     return run_command("audit", reading.run.folder, reading.tables)
 
 
@@ -83,7 +82,8 @@ def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
     if meta.get("truth_doubts"):
         yield Notice(f"The grades may be against wrong examples: {meta['truth_doubts']}.")
     if ledger.foreign and meta.get("training") and ledger.training_fits is not True:
-        yield Notice(f"The assumed local training may be wrong: {meta['training']}")
+        state = "may be wrong" if ledger.training_fits is False else "was not verified"
+        yield Notice(f"The assumed local training {state}: {meta['training']}")
     elif not ledger.foreign and meta.get("replay", "ok") != "ok":
         yield Notice(f"The replay check did not succeed ({meta['replay']}): {meta.get('replay_detail', '')}")
     if flat := [row["name"] for row in reading.attacks if row["flat"]]:

@@ -21,7 +21,6 @@ from fedgauge.server.views.figures import (
 from fedgauge.server.views.formatting import decibel, scenario_line
 from fedgauge.server.views.gallery import Card, Gallery, Kind, worst_cases
 from fedgauge.server.views.leak_tables import membership_table, rounds_table, summary_table
-from fedgauge.server.views.membership import members_sentences
 from fedgauge.server.views.notices import Notice, notices
 from fedgauge.server.views.outcomes import attacked_on, work_words
 from fedgauge.server.views.participation import app_clients_table, participation
@@ -87,7 +86,6 @@ class Overview:
     reasons: Table
     ungraded: int
     ungraded_reason: str
-    membership: str
     membership_table: Table
     canaries: str
     limit: str
@@ -123,7 +121,6 @@ def overview(reading: RunSnapshot) -> Overview:
         reasons=_reasons(reading),
         ungraded=reading.scores.left_ungraded,
         ungraded_reason=ungraded_reason(reading),
-        membership=" ".join(members_sentences(judged.members, ledger)),
         membership_table=membership_table(reading),
         canaries=canaries(reading),
         limit=limit(reading),
@@ -178,7 +175,6 @@ def _cards(reading: RunSnapshot) -> list[KnowledgeCard]:
 
 
 def _reasons(reading: RunSnapshot) -> Table:
-    """List the reasons of attacks without a result."""
     columns = [Column("attack", "attack"), Column("times", "times", "count"), Column("reason", "reason")]
     rows = [(row["attack"], row["jobs"], row["reason"]) for row in reading.ledger.reasons()]
     return Table("Reasons that attacks gave", columns, rows[:REASONS])

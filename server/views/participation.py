@@ -42,9 +42,9 @@ def app_clients_table(ledger: Ledger) -> Table:
 def other_sizes(ledger: Ledger, tables: Mapping[str, Any]) -> str:
     """Name the attacked clients of a user's own app that report another number than the scenario's examples, or batches of them.
 
-    An update that was computed again from the observed examples proves their number, which augmentation multiplies by the epochs.
+    Where `fedgauge app` observed the examples, their number is known, which augmentation multiplies by the epochs.
     """
-    if ledger.meta().get("replay") == "ok":
+    if ledger.meta().get("examples") == "observed":
         return ""
     assumed = tables.get("data", {}).get("batch_size", 1)
     step = next((link["batch_size"] for link in tables.get("chain", ()) if "batch_size" in link), assumed)

@@ -180,12 +180,20 @@ def canaries(reading: RunSnapshot) -> str:
     """Describe the result of a run's canaries over all rounds; empty without canaries."""
     if (scenario := reading.built) is None:
         return ""
-    delta, accounted = scenario.privacy.delta, partial(_accounted, reading)
+    delta = scenario.privacy.delta
     if scenario.protocol.canary_examples:
-        bound = canary_bound(reading.scores, scenario.protocol.coins, delta, accounted)
+        bound = bound_of(reading)
         return "" if bound is None else bound_words(bound, delta)
-    estimate = canary_estimate(reading.scores, delta, accounted)
+    estimate = canary_estimate(reading.scores, delta, partial(_accounted, reading))
     return "" if estimate is None else canary_words(estimate, delta)
+
+
+def bound_of(reading: RunSnapshot) -> CanaryBound | None:
+    """Bound the epsilon of one record by a run's canary examples; None without any."""
+    if (scenario := reading.built) is None or not scenario.protocol.canary_examples:
+        return None
+    delta, accounted = scenario.privacy.delta, partial(_accounted, reading)
+    return canary_bound(reading.scores, scenario.protocol.coins, delta, accounted)
 
 
 def _accounted(reading: RunSnapshot, releases: int) -> float | None:

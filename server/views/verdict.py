@@ -45,8 +45,8 @@ class ExcessLeakage:
         identified_by_luck: probability of so many identified examples if a baseline, or who knows the labels alone, identifies
             as often; 1 if unknown.
         exact: number of examples that came back whole: images at the cap of PSNR.
-        exposed: number of examples too near for any guess: a tenth of the squared error of every baseline or less; of text,
-            half of the scale above them.
+        exposed: number of examples too near for any guess: a tenth of the squared error of every baseline or less; of text
+            and rows, half of the scale above them, or whole.
         clusters: number of clients.
         attacks: number of compared attacks, for Bonferroni's correction.
     """
@@ -136,7 +136,10 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
     keys, sign = own.example_keys(), main.measure.sign
     rivals = rivals_of(main, attack)
     highest = np.fmax.reduce([sign * values_of(main.of_attack(b), keys) for b in rivals])  # NaN: none graded
-    hit = values_of(hits, keys)
+    hit, value = values_of(hits, keys), sign * own.value
+    whole = np.array([main.measure.came_back_whole(one) for one in own.value.tolist()])
+    ahead = value >= highest + main.measure.margin
+    exposed = np.where(np.isnan(hit), ahead | (whole & (value > highest)), ahead & (hit == 1))
     luck, rate, by_chance = 1.0, _rate_of(hits), _rate_of(identified.of_attack(wrong_client(attack)))
     guesses = [guess for b in rivals if (guess := _rate_of(identified.of_attack(b)))]
     if rate and by_chance:
@@ -153,8 +156,8 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
         identified=rate,
         by_chance=by_chance,
         identified_by_luck=luck,
-        exact=sum(map(main.measure.came_back_whole, own.value.tolist())),
-        exposed=int(((sign * own.value >= highest + main.measure.margin) & (np.isnan(hit) | (hit == 1))).sum()),
+        exact=int(whole.sum()),
+        exposed=int(exposed.sum()),
         n=len(own),
         clusters=len(np.unique(gain.clients)),
         attacks=attacks,
@@ -253,6 +256,8 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         chance = f" (by chance, among another client's: {e.by_chance})" if e.by_chance else ""
+        if e.by_chance and e.identified.count * e.by_chance.n <= e.by_chance.count * e.identified.n:
+            chance = f", no more than by chance (among another client's: {e.by_chance})"
         yield f"{e.identified} {by.private}s {'is' if e.identified.count == 1 else 'are'} identified{chance}{beyond}"
     elif e.exposed:
         yield f"{e.exposed} of them {'is' if e.exposed == 1 else 'are'} reconstructed {by.beyond}"

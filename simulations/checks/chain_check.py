@@ -59,12 +59,14 @@ def check_links(scenario: Scenario) -> Iterator[CheckResult]:
 
 def _trials(fed: Federation) -> Iterator[tuple[str, Table, "_LinkTrial"]]:
     """A trial of every link but local training: the link's name for messages, its table and the trial."""
-    batch = PublicSource(fed).batches[0]
-    batch = Batch(batch.x[: fed.shards.batch_size], batch.y[: fed.shards.batch_size])  # one of a secure sum's
+    public = PublicSource(fed).batches[0]
+    whole = Batch(public.x[: fed.shards.batch_size], public.y[: fed.shards.batch_size])  # one of a secure sum's
     params, _ = fed.initial()
-    base = fed.gradient(params, batch, None)
+    base = fed.gradient(params, whole, None)
     for i, (table, link) in enumerate(zip(fed.protocol.chain, fed.chain.links, strict=True), 1):
         if link is not fed.chain.local:
+            size = getattr(link, "batch_size", len(whole.y))  # of a local step
+            batch = Batch(whole.x[:size], whole.y[:size])
             yield f"link #{i} ({str(table['use']).split(':')[-1]})", table, _LinkTrial(link, base, batch)
 
 
@@ -92,13 +94,11 @@ class _LinkTrial:
         return "runs"
 
     def repeats(self) -> Found:
-        """Compute the same update again from the same generator."""
         if not _differ(*(self._client(_copied(self.base)) for _ in range(2))):
             return "reproducible"
         return Problem("draws", "it", "draws without the generator that it gets, so no replay works", GENERATOR)
 
     def preserves(self) -> Found:
-        """Leave the input unchanged."""
         self._client(given := _copied(self.base))
         if not _differ(given, self.base):
             return "reproducible"
@@ -120,7 +120,6 @@ class _LinkTrial:
         return Problem("derivative", "", "its derivative is zero or not finite (detach(), rounding, signs?)", SMOOTH)
 
     def declares_noise(self) -> Found:
-        """Check that the noise that it draws is declared."""
         first, other = (self._client(self.base, seed) for seed in ("link", "other"))
         if noise_free(self.link) is self.link and _differ(first, other):
             return Problem("undeclared noise", "it", "draws noise and declares none", GENERATOR)

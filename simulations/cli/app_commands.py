@@ -12,7 +12,7 @@ from rich.console import Console
 from fedgauge.client import components
 from fedgauge.client.files import writing
 from fedgauge.server.store.scenario import apply_setting, run_command
-from fedgauge.simulations.cli.options import Commands, add_gate, add_log, flag, path, positive, several
+from fedgauge.simulations.cli.options import Commands, add_gate, add_log, flag, path, positive, result_file, several
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
 
 
@@ -24,7 +24,7 @@ def add_to(commands: Commands) -> None:
         "--clients", type=positive, default=2, metavar="N", help="number of clients to attack (default: 2)"
     )
     several(command, "--set", "KEY=VALUE", "set one value of the app's config, e.g. learning-rate=0.01 (repeatable)")
-    path(command, "--draft", "FILE", "write the drafted scenario here as well")
+    path(command, "--draft", "FILE", "write the drafted scenario here as well", type=result_file)
     flag(command, "--no-truth", "grade nothing, and write no ground truth")
     add_log(command)
     add_gate(command)

@@ -2,13 +2,12 @@
 
 import argparse
 
-from fedgauge.simulations.cli.options import Commands, path, positive, refuse, several
+from fedgauge.simulations.cli.options import Commands, path, positive, refuse, result_file, several
 
 SUITE = "suite"
 
 
 def add_to(commands: Commands) -> None:
-    """Register these commands."""
     grid = commands.add(sweep, with_run=False)
     path(grid, "sweep", "SWEEP.toml")
     path(grid, "--output -o", "FOLDER", "default: the file's name under runs/")
@@ -28,20 +27,18 @@ def add_to(commands: Commands) -> None:
     )
     for option, of in (("--cells", "settings"), ("--attacks", "attacks")):
         table.add_argument(option, metavar="PATTERN", help=f"only these {of}: part of their name, or with * and ?")
-    path(table, "--output -o", "FILE", "keep the figures too, and continue what it holds")
+    path(table, "--output -o", "FILE", "keep the figures too, and continue what it holds", type=result_file)
     text = "what fedgauge reproduce --output wrote; or suite_small: the figures that fedgauge keeps of it"
     path(commands.add(compare, with_run=False), "files", "FILE", text, nargs="+")
 
 
 def sweep(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge sweep SWEEP.toml`."""
     from fedgauge.simulations.experiments.sweep import sweep_of_file
 
     return sweep_of_file(options.sweep, options.output or options.runs / options.sweep.stem, options.jobs)
 
 
 def reproduce(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge reproduce NAME`."""
     from fedgauge.simulations.experiments.paper_table_files import load, restrict, submitted, with_submissions
     from fedgauge.simulations.experiments.reproduce import reproduce_table
 
@@ -57,7 +54,6 @@ def reproduce(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge compare FILE ...`."""
     from fedgauge.simulations.experiments.results import compared, print_table, read_results
 
     print_table(compared({str(file): read_results(file) for file in options.files}))

@@ -58,7 +58,7 @@ def refuse(mistakes: Mapping[str, object]) -> None:
 
 
 def path(command: argparse.ArgumentParser, name: str, value: str, text: str | None = None, **more: Any) -> None:
-    command.add_argument(*name.split(), type=Path, metavar=value, help=text, **more)
+    command.add_argument(*name.split(), **{"type": Path, "metavar": value, "help": text, **more})
 
 
 def several(command: argparse.ArgumentParser, name: str, value: str, text: str, **more: Any) -> None:
@@ -87,12 +87,22 @@ def add_gate(command: argparse.ArgumentParser) -> None:
             "was never attacked (repeatable)"
         )
         several(command, f"--fail-{way}", "METRIC=VALUE", text, type=metric_value)
-    path(command, "--junit", "FILE", "write the gate's results as JUnit XML")
+    path(command, "--junit", "FILE", "write the gate's results as JUnit XML", type=result_file)
+
+
+def result_file(text: str) -> Path:
+    """Parse the path of a file to be written, which is refused before work that would be lost."""
+    file = Path(text)
+    if file.is_dir() or not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder that exists")
+    return file
 
 
 def metric_value(text: str) -> tuple[str, float]:
     """Parse a metric and a finite number: psnr=20."""
     name, _, value = text.partition("=")
+    if not value:
+        raise argparse.ArgumentTypeError(f"expected METRIC=VALUE, such as psnr=20, got {text!r}")
     return name, between(float, -math.inf)(value)
 
 
@@ -119,5 +129,4 @@ port = between(int, 0, 65535)  # 0: the system chooses a free one
 
 
 def numbers(text: str) -> list[int]:
-    """Parse whole numbers with commas between."""
     return [int(part) for part in text.split(",")]

@@ -117,7 +117,7 @@ def audit(options: argparse.Namespace) -> int:
             replies = prepare_app(run, ledger, scenario)
             console.print(f"the app's clients upload {replies} ([tape] replies = {scenario.tape.replies!r})")
         if options.follow and ledger.foreign:  # the app's server has entered no attack
-            enter_attacks(ledger, scenario, scenario.plan)
+            _assume(run, ledger, scenario, enter_attacks(ledger, scenario, scenario.plan), [])
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
                 other = "[audit] curious is false, or they were deleted ([tape] keep, fedgauge prune), or the reason is above"
@@ -195,12 +195,11 @@ def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str],
         )
     if before != assumed:
         ledger.describe("knowledge", known)
-        ledger.set_meta(replay="")  # it was of the other assumptions
+        ledger.set_meta(replay="", training="")  # they were of the other assumptions
     ledger.set_meta(assumed=assumed)
 
 
 def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], console: Console) -> None:
-    """Put ended jobs back into the queue, and say how many."""
     with run.lock("audit"):  # no service may be at work on them
         statuses = {"failed", *get_args(Status)} if "all" in kinds else {kind.replace("-", "_") for kind in kinds}
         again, gone = ledger.retry_ended(statuses, scenario.plan.wave)
@@ -210,7 +209,7 @@ def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], conso
 
 def _extra_plan(options: argparse.Namespace, scenario: Scenario) -> AttackPlan:
     """The plan of --attack 'dlg iterations=300 name=longer': components by name, with their settings."""
-    tables = [attack_from(component_of(text, "--attack"), Path()) for text in options.attack]
+    tables = [attack_from(component_of(text), Path()) for text in options.attack]
     plan = scenario.plan
     rounds, clients = options.rounds or plan.rounds, options.clients or plan.clients
     when = {"every": plan.every} if rounds is None else {"rounds": list(rounds)}

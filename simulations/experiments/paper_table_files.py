@@ -33,7 +33,6 @@ JOINED = ("data", "model", "train")
 
 
 def packaged() -> dict[str, Path]:
-    """The tables of simulations/papers, by name."""
     return {path.stem: path for path in sorted(PAPERS.glob("*/*.toml"), key=lambda path: path.stem)}
 
 
@@ -180,7 +179,7 @@ def submitted(text: str) -> tuple[str, Table]:
         >>> submitted("mine:sharper rate=0.1")
         ('sharper', {'use': 'mine:sharper', 'rate': 0.1})
     """
-    table = component_of(text, "--attack")
+    table = component_of(text)
     return str(attack_name(table)), {key: value for key, value in table.items() if key != "name"}
 
 

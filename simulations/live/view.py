@@ -20,6 +20,7 @@ from fedgauge.server.store.run_files import printable
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import finite, in_unit, is_exact
 from fedgauge.server.views.leakage import Leak
+from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import work_words
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import best_of, final_accuracy
@@ -151,7 +152,6 @@ class Events(View):
             self._once("replay", "replay", {"verdict": verdict, "words": words})
 
     def _once(self, key: object, event: str, facts: Mapping[str, object], **more: object) -> None:
-        """Emit an event with new facts."""
         if self._emitted.get(key) != facts:
             self._emitted[key] = facts
             emit(event, **facts, **more)
@@ -187,7 +187,6 @@ def progress_line(reading: RunSnapshot) -> str:
 
 
 def finish(run: Run, report: Path) -> None:
-    """Emit the end of a run with verdict and scores."""
     with read_once(run) as reading:
         result, ledger = verdict_of(reading), reading.ledger
         pooled = reading.pooled(reading.scores.measure.metric)
@@ -206,6 +205,7 @@ def finish(run: Run, report: Path) -> None:
                 if a in pooled
             ],
             errors=sorted({row["reason"] for row in ledger.reasons("failed")}),
+            notices=[notice._asdict() for notice in notices(reading)],
         )
 
 

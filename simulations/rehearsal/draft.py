@@ -129,13 +129,14 @@ def check_attackable(
             "network", f"no torch network was trained in this process{seen}",
             "gradients of other frameworks, trees and trainings in other processes cannot be inverted here",
         )  # fmt: skip
+    elif "unread" in first["notes"]:
+        draft.refuse("unread", first["notes"]["unread"], "record the app by tap, with a scenario of your own", network)
     elif first["outside"] and not (form and form.next_token):
         why = f"is trained with {first['outside']} parameters outside of it"
         if "turns" in first["notes"]:
             why = "is one of several networks that are trained by turns, as in a GAN"
-        draft.refuse(
-            "networks", why, "attacks invert the training of one module that holds all that is trained", network
-        )
+        remedy = "attacks need one module whose forward computes all that is trained: call that module"
+        draft.refuse("networks", why, remedy, network)
     elif "inputs" in first["notes"] or x is None:
         seen = first["notes"].get("inputs", "inputs have different shapes")
         draft.refuse("inputs", seen, "one tensor of images, rows or token ids is needed")

@@ -51,7 +51,7 @@ class FlowerApp:
         path = folder / "pyproject.toml"
         try:
             table = tomllib.loads(path.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise SpecError(f"{folder} has no pyproject.toml: give the folder of a Flower app") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"cannot read {path}: {error}") from error

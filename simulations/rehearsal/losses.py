@@ -83,7 +83,8 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
         remedy = "only a network that returns one tensor, used directly by the loss, can be attacked"
         return Problem("output", network, notes.get("output") or notes["values"], remedy)
     if y is None or not y.size:
-        return Problem("labels", "", "no labels were seen for some examples", "each example needs one label")
+        remedy = "each pass through the network needs one loss of torch that compares its outputs with labels"
+        return Problem("labels", "", "no labels were seen for some examples", remedy)
     name, outputs = known[0], math.prod(first["output"][1:])
     classes = np.issubdtype(y.dtype, np.integer) and y.ndim == 1
     remedy = "one class, or one number for each output, is needed for an example"

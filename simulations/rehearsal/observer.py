@@ -111,12 +111,14 @@ class Training:
             self.network = module
             inner = unwrapped(module)
             if self.start is not None:
-                self.start = {name: t.detach().clone().contiguous() for name, t in inner.state_dict().items()}
+                kept = {name: t for name, t in inner.state_dict().items() if isinstance(t, Tensor)}  # not extra states
+                self.start = {name: t.detach().clone().contiguous() for name, t in kept.items()}
             self.modes = {name: m.training for name, m in inner.named_modules()}
             if drawn := [name for name, m in inner.named_modules() if isinstance(m, DROPOUT) and m.training and m.p]:
                 self.notes["dropout"] = f"dropout draws in {', '.join(drawn[:3])}"
-            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-                self.notes["autocast"] = "passes run in mixed precision (autocast), the draft in float32"
+            halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in inner.parameters())
+            if halves or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                self.notes["autocast"] = "passes run in half or mixed precision (autocast), the draft in float32"
         elif module is not self.network:
             self.notes["networks"] = f"a step calls several networks, also {type(module).__name__}"
             return
@@ -198,7 +200,7 @@ class Training:
             self.y[-1] = target.detach().clone()
         terms = 1 if options.get("reduction", "mean") == "mean" else len(of) if name in OF_CLASSES else of.numel()
         if value.requires_grad:
-            self.means.append(float(value.detach().sum()) / terms)
+            self.means.append(float(value.detach().sum()) / max(terms, 1))  # a batch may be empty
 
     def goes_back(self, value: Tensor) -> None:
         """Note a backward pass from a value."""
@@ -244,10 +246,20 @@ def _tokenizers() -> list[Any]:
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the network inside the wrappers of Opacus, data parallelism and torch.compile."""
     while True:
-        inner = next((m for n in WRAPPERS if isinstance(m := module._modules.get(n), nn.Module)), None)
-        if inner is None or len(module._modules) != 1:
+        parts = dict(module.named_children())
+        inner = next((parts[name] for name in WRAPPERS if name in parts), None)
+        if inner is None or len(parts) != 1:
             return module
         module = inner
+
+
+@contextmanager
+def _reading(now: Training) -> Iterator[None]:
+    """Note an error of the observer, which must not reach the app."""
+    try:
+        yield
+    except Exception as error:
+        now.notes["unread"] = f"the training cannot be observed ({type(error).__name__}: {error})"
 
 
 class Observer:
@@ -269,13 +281,13 @@ class Observer:
         self._now = now = Training(start=None if self._trained else {})
         self._trained = True
         factories = _Factories()
-        before = sys.getprofile()
-        sys.setprofile(factories)
+        if sys.getprofile() is None:  # the app may profile itself
+            sys.setprofile(factories)
         try:
             with _Losses(now):
                 yield now
         finally:
-            sys.setprofile(before)
+            _stop_profiling()
             self._now = None
             if now.network is not None:
                 now.built = factories.of(unwrapped(now.network))
@@ -291,13 +303,15 @@ class Observer:
             now.depth += 1
             try:
                 if now.depth == 1:
-                    now.enters(module, args, kwargs)
-                    if now.network is not None and sys.getprofile() is not None:
-                        sys.setprofile(None)  # the network is built: the rest runs at full speed
+                    with _reading(now):
+                        now.enters(module, args, kwargs)
+                    if now.network is not None:
+                        _stop_profiling()  # the network is built: the rest runs at full speed
                         _watch_opacus(self)  # which the app may have imported only now
                 result = call(module, *args, **kwargs)
                 if now.depth == 1:
-                    now.leaves(module, result)
+                    with _reading(now):
+                        now.leaves(module, result)
                 return result
             finally:
                 now.depth -= 1
@@ -306,7 +320,8 @@ class Observer:
 
     def _step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._now is not None:
-            self._now.steps_by(optimizer)
+            with _reading(self._now):
+                self._now.steps_by(optimizer)
 
     def _before(self, place: Any, name: str, note: Callable[..., None]) -> None:
         """Note the arguments of each call of a function."""
@@ -315,7 +330,8 @@ class Observer:
         @wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._now is not None:
-                note(self._now, *args, **kwargs)
+                with _reading(self._now):
+                    note(self._now, *args, **kwargs)
             return function(*args, **kwargs)
 
         setattr(place, name, watched)
@@ -354,10 +370,12 @@ class _Losses(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward:
-            self._now.goes_back(args[0])
+            with _reading(self._now):
+                self._now.goes_back(args[0])
         value = func(*args, **kwargs)
         if func in LOSSES and torch.is_grad_enabled() and not _transforms():
-            self._now.computes(LOSSES[func], inspect.signature(func).bind(*args, **kwargs), value)
+            with _reading(self._now):
+                self._now.computes(LOSSES[func], inspect.signature(func).bind(*args, **kwargs), value)
         return value
 
 
@@ -387,6 +405,11 @@ class _Factories:
         calls += [] if "." in kind.__qualname__ else [Built(kind.__module__, kind.__qualname__, {})]
         others = ("torch", "fedgauge")  # a Sequential has no arguments that a scenario could write
         return [built for built in calls if built.module.partition(".")[0] not in others]
+
+
+def _stop_profiling() -> None:
+    if isinstance(sys.getprofile(), _Factories):
+        sys.setprofile(None)
 
 
 def _given(frame: types.FrameType, first: int) -> dict[str, Any]:

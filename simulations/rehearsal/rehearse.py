@@ -25,7 +25,6 @@ from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.data_folder import read_npz
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
-from fedgauge.server.pool.assumed_training import digest_of
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -53,12 +52,26 @@ SEVERAL = 0.03  # CPU seconds for all attacked updates once; above, fewer are at
 CONTROLLED = 2  # clients, of which the other is the control of each: how much is right by chance
 SLOW = 0.1  # for a single update, above which a search has fewer iterations
 LEAST = 10  # iterations of a search
+CLOSE = 0.04  # relative error up to which a draft that is known to be inexact still describes the training
 EXACT = 1e-4  # relative error that rounding during training explains
 STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
 ROUNDING = 1e-6  # relative difference of a fitted rate
 AMPLIFIED = 2  # times what the last bit of the examples changes, as BatchNorm does over several steps
 # codes of the problems with which a draft computes another update
-INEXACT = ("optimizer", "loss", "groups", "schedule", "clipping", "dropout", "batches", "noise", "mods")
+INEXACT = (
+    "optimizer",
+    "loss",
+    "groups",
+    "schedule",
+    "clipping",
+    "dropout",
+    "autocast",
+    "batches",
+    "noise",
+    "mods",
+    "turns",
+    "large",
+)
 MOST_TRIES = 8  # to fit a rate
 PATIENCE = 30  # seconds until the app's last line is printed, and again each time that this doubles
 MOST_OBSERVED = 1 << 26  # bytes of observed.json
@@ -100,7 +113,9 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
             while process.status() is None:
                 shown.update(Text(f"the app trains: {process.last_line()}", no_wrap=True, overflow="ellipsis"))
                 if time.monotonic() - began > patience:
-                    console.print(f"the app still runs after {patience} s; its last line: {process.last_line()}")
+                    console.print(
+                        f"the app still runs after {patience} s; its last line: {process.last_line() or 'none yet'}"
+                    )
                     patience *= 2
                 time.sleep(0.1)
         if process.status() != 0 or run_files.look(run.folder / OBSERVED) is None:
@@ -148,6 +163,8 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         rows = [row for row in ledger.observations() if row["digest"]]
         numbers = {node: client for client, node in ledger.nodes().items()}
         whole = replies_of(run, ledger) == "weights"
+        if "large" not in first["notes"]:  # otherwise some were not kept
+            ledger.set_meta(examples="observed")
     if not any(row["client"] == numbers[node] for node in attacked for row in rows):
         mods = ", ".join(observed.mods)
         why = "the attacked clients' replies carry no arrays that can be read" + (f" after {mods}" if mods else "")
@@ -176,8 +193,8 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
                 scenario = draft.scenario()
             own_rounds = observed.clients[attacked[0]][: 1 if kept else None]
             proof, seconds = _proof(run, draft, scenario, own_rounds, client, (form, target))
-        except UploadMismatch as error:
-            draft.refuse("uploads", str(error), "")
+        except (UploadMismatch, RuntimeError) as error:  # torch raises the latter, such as for a scripted network
+            draft.refuse("uploads" if isinstance(error, UploadMismatch) else "network", str(error), "")
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
             return refused
         n = scenario.federation.shards.batch_size
@@ -254,7 +271,8 @@ def _proof(
                 words += f"; the draft is not exact in: {', '.join(left_out)}"
             else:
                 words += "; if the app adds noise, name it in the scenario's [[chain]] (gaussian or dp_sgd)"
-                ledger.set_meta(training=words, training_fits="False", training_assumed=digest_of(scenario.protocol))
+            if not left_out or (off > CLOSE and not {"noise", "autocast"} & {*left_out}):
+                ledger.set_meta(training=words, training_fits="False")
             return words, seconds
         ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
         if later and len(trained) == 1 + len(later):

@@ -108,9 +108,13 @@ def _facts(seen: Training, name: str, language: Mapping[str, Any] | None, folder
         x = torch.cat(seen.x)
         facts["reconstructs"] = y.numel() == x.numel() and torch.equal(y.flatten(), x.flatten())
         folder.mkdir(exist_ok=True, mode=0o700)
-        np.savez(folder / name, x=x.numpy(force=True), y=y.numpy(force=True))
+        np.savez(folder / name, x=_array(x), y=_array(y))
         facts["data"] = str(folder / name)
     return facts
+
+
+def _array(values: Tensor) -> np.ndarray:
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True)  # NumPy has no bfloat16
 
 
 def _alike(tensors: list[Tensor]) -> bool:

@@ -1,7 +1,5 @@
 """Runs in a notebook, after `%load_ext fedgauge.simulations.reports.notebook`: each shows its verdict and its attacks."""
 
-import html
-from dataclasses import dataclass
 from typing import Any
 
 from fedgauge.server.store.run import Run
@@ -10,21 +8,7 @@ from fedgauge.server.views.leak_tables import summary_table
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.snapshot import read_once
 from fedgauge.server.views.verdict import verdict_of
-from fedgauge.simulations.reports.report import fill_template, write_report
-
-HEIGHT = 800  # pixels of a report's frame
-
-
-@dataclass(frozen=True)
-class Report:
-    """New report of a run in a sandboxed frame."""
-
-    run: Run
-
-    def _repr_html_(self) -> str:
-        page = write_report(self.run).read_text()
-        frame = f'sandbox="allow-scripts" style="width: 100%; height: {HEIGHT}px; border: 0"'
-        return f'<iframe {frame} srcdoc="{html.escape(page)}"></iframe>'
+from fedgauge.simulations.reports.report import fill_template
 
 
 def run_html(run: Run) -> str:

@@ -100,8 +100,6 @@ def _train(run: Run, ledger: Ledger, supervisor: "AuditSupervisor", interrupt: I
 
 
 class AuditSupervisor:
-    """Supervises the attack service: shows its state, ends it."""
-
     def __init__(self, run: Run, view: View, interrupt: Interrupt) -> None:
         self.run, self.view, self.interrupt = run, view, interrupt
         self.service: OwnProcess | None = None
@@ -124,7 +122,7 @@ class AuditSupervisor:
 
     def verify(self) -> None:
         status = self.service.status() if self.service is not None else 0
-        if status == INTERRUPTED:  # `fedgauge stop` after the training signals the service only
+        if status == INTERRUPTED:  # the service alone got a signal
             self.interrupt.asked = True
         elif self.service is not None and status != 0 and not self.interrupt.asked:
             raise AuditFailed(self.service.blame("the attack service died"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedgauge.attacks.membership.one_run import guess_bound
 from fedgauge.client.components import SpecError, Table
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import CanaryOptions, Protocol
@@ -65,6 +66,14 @@ def test_the_protocol_carries_them_to_clients() -> None:
     again = Protocol.from_json(fed.protocol.to_json())
     assert again.canaries == CanaryOptions(2) and list(again.canary_clients) == [2, 3]
     assert list(Protocol.from_tables({**WITHOUT}).canary_clients) == []
+
+
+def test_fewer_than_six_canary_examples_are_refused_with_the_number_needed() -> None:
+    with pytest.raises(SpecError, match="set examples = 2"):
+        federation([SGD, CLIP, SILENT], canaries={"clients": 3, "examples": 1})
+    federation([SGD, CLIP, SILENT], canaries={"clients": 3, "examples": 2})
+    five, six = (guess_bound(torch.ones(n) - 0.5, torch.ones(n) > 0, 0.0).epsilon for n in (5, 6))
+    assert five == 0 < six
 
 
 def test_clients_with_canary_examples_train_on_them() -> None:

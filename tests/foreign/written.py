@@ -509,6 +509,37 @@ with Path("rate.txt").open("a") as file:
     file.write("  ")
 """
     },
+    # --------------------------------------------------------------------------------------- hard to observe
+    "profiled": {
+        "imports": "import cProfile\n",
+        "train": f"""profile = cProfile.Profile()
+profile.enable()
+{PLAIN["train"]}
+profile.disable()
+assert "run_backward" in str(profile.getstats())""",
+    },
+    "stateful": {
+        "forward": PLAIN["forward"] + """
+
+    def get_extra_state(self):
+        return {"version": 1}
+
+    def set_extra_state(self, state):
+        pass""",
+        "load": PLAIN["load"][:-1] + ", strict=False)",
+        "upload": "dict(net.named_parameters())",
+        "start": "dict(Net().named_parameters())",
+    },
+    "empty": {
+        "train": """nn.functional.cross_entropy(net(x[:0]), y[:0], reduction="sum").backward()
+optimizer.step()""",
+    },
+    "half": {
+        "network": "Net().bfloat16()",
+        "train": PLAIN["train"].replace("net(x)", "net(x.bfloat16())"),
+        "upload": "{k: v.float() for k, v in net.state_dict().items()}",
+    },
+    "scripted": {"network": "torch.jit.script(Net())"},
     # --------------------------------------------------------------------------------------- nothing to attack
     "trees": {
         "imports": "import numpy as np\n",

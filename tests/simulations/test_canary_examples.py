@@ -22,8 +22,9 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
+from fedgauge.server.views.gate import Threshold, gate_of_run
 from fedgauge.server.views.overview import overview
-from fedgauge.server.views.privacy import CanaryBound, _accounted, bound_words, canary_bound
+from fedgauge.server.views.privacy import CanaryBound, _accounted, bound_of, bound_words, canary_bound
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.tables import in_json
@@ -32,6 +33,7 @@ from fedgauge.simulations.reports.report import write_report
 from tests.small_runs import scenario, taped
 
 DELTA = 1e-5
+GATED = ("canary_epsilon", "canary_epsilon_gaussian", "canary_epsilon_normal")
 PLANTED: Table = {"clients": 4, "examples": 10}
 
 
@@ -203,6 +205,14 @@ def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(ru
     (looked_at,) = [p for p in run.scenario().plan.attacks if p.name == CANARIES]
     card = knowledge_card(run.scenario().federation, looked_at)
     assert "40 canary examples, but not which of them are among the data" in card
+
+
+def test_a_gate_takes_each_of_the_bounds(run: Run) -> None:
+    with closing(RunSnapshot(run)) as reading, reading.now():
+        shown, results = bound_of(reading), gate_of_run(reading, [Threshold(name, -1) for name in GATED])
+    assert shown is not None and [r.outcome for r in results] == ["failed"] * 3
+    bounds = [r.measurement.value for r in results]
+    assert bounds == [shown.bound.epsilon, shown.bound.gaussian, shown.bound.normal]
 
 
 def test_report_and_terminal_say_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,14 @@ from fedgauge.simulations.experiments.paper_tables import PaperTable
 from fedgauge.simulations.experiments.results import ResultsFile, head_of
 from tests.theory.canary_world import canary_world
 from tests.theory.gaussian_world import bayes_fig4, gaussian_world
+from tests.theory.one_run_world import one_run_world
 
 World = Callable[[int, int, int], list[ComparedFigure]]
-WORLDS: Mapping[str, tuple[World, int, int]] = {
-    "gaussian_world": (gaussian_world, 512, 400),
-    "bayes_fig4": (bayes_fig4, 256, 200),
-    "canary": (canary_world, 100, 128),
+WORLDS: Mapping[str, tuple[World, int, int, str]] = {
+    "gaussian_world": (gaussian_world, 512, 400, "iterations at most"),
+    "bayes_fig4": (bayes_fig4, 256, 200, "iterations at most"),
+    "canary": (canary_world, 100, 128, "canaries"),
+    "one_run": (one_run_world, 1000, 2000, "canaries"),
 }
 
 if __name__ == "__main__":
@@ -23,7 +25,7 @@ if __name__ == "__main__":
     parser.add_argument("name", choices=WORLDS)
     parser.add_argument("--output", "-o", type=Path, metavar="FILE", required=True)
     options = parser.parse_args()
-    world, n, iterations = WORLDS[options.name]
+    world, n, iterations, unit = WORLDS[options.name]
     table = PaperTable(options.name, f"{options.name}, a world of tests/theory", "", 0)
     file = ResultsFile(options.output, ComparedFigure, head_of(table))
-    file.write([replace(row, budget=f"n {n}, iterations at most {iterations}") for row in world(n, 0, iterations)])
+    file.write([replace(row, budget=f"n {n}, {unit} {iterations}") for row in world(n, 0, iterations)])

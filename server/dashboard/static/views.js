@@ -73,7 +73,7 @@ function overviewView(overview, { state }) {
     section("Leakage and accuracy over rounds", overRounds(overview, state, change), el("p.small", lines(overview)), el("p.small", overview.privacy.words)),
     section("Numbers", overview.summary.rows.length > 0 ? numbers : nothing("There are no scores yet; they will appear here."), shown(overview.reasons)),
     section("Success over thresholds", overview.success ? specified(overview.success) : nothing("No attack has given a score yet.")),
-    section("Batch membership", el("p", overview.membership), overview.membership_figure && specified(overview.membership_figure), shown(overview.membership_table)),
+    section("Batch membership", overview.membership_figure && specified(overview.membership_figure), shown(overview.membership_table) || empty("It was not tested.")),
     overview.canaries && section("What canaries show", el("p", overview.canaries)),
     section("What each attacker knew", knowledge(overview)),
     section("Participation", el("p", overview.participation || "No client has answered yet."), shown(overview.clients)),

@@ -44,13 +44,11 @@ def worst(own: Batch, result: Reconstruction) -> float:
 @pytest.mark.parametrize("labels", [[3], [1, 4, 7, 8], [2, 5, 5, 0]], ids=["one", "distinct", "equal"])
 @pytest.mark.parametrize("make", [lambda: convsmall(SHAPE, CLASSES), lambda: mlp(SHAPE, CLASSES, [64, 32])])
 def test_features_of_a_batch_determine_its_images(make: Callable[[], nn.Module], labels: list[int]) -> None:
-    torch.manual_seed(0)
     own = batch(labels)
     assert worst(own, attack(make(), own)) > 40
 
 
 def test_few_features_are_matched_together_with_the_gradients() -> None:
-    torch.manual_seed(0)
     own = batch([1, 4])
     assert worst(own, attack(lenet(SHAPE, CLASSES), own)) > 20
 
@@ -74,7 +72,6 @@ def test_a_trained_network_is_read() -> None:
 
 
 def test_noise_and_too_many_examples_are_declined() -> None:
-    torch.manual_seed(0)
     model = convsmall(SHAPE, CLASSES)
     noisy = chain(gaussian(0.1), local_sgd(0.1))
     for own, links in ((batch([1, 4]), noisy), (batch([0] * CLASSES), BARE)):

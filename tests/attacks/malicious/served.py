@@ -19,7 +19,7 @@ def craft(attack: ServerAttack, known: Knowledge, seed: int = 0) -> Params:
 
 
 def answer(known: Knowledge, params: Params, batch: Batch) -> Update:
-    return known.chain(gradient(known.model, normalise=known.normalise))(params, batch, generator("noise"))
+    return known.chain(gradient(known.model, known.loss, normalise=known.normalise))(params, batch, generator("noise"))
 
 
 def read(decoder: Attack, known: Knowledge, params: Params, update: Update, iterations: int = 1) -> Reconstruction:

@@ -13,8 +13,10 @@ from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.malicious.decoding import LayerRows, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.imprint import SortingBlock, imprint, imprint_block, read_imprint
 from fedgauge.client.chain import Chain, chain
+from fedgauge.client.label_kinds import Numbers
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.columns import Column, Columns
+from fedgauge.client.models.losses import mean_squared_error
 from fedgauge.client.models.vision import lenet, mlp
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Params
@@ -155,7 +157,6 @@ def test_noise_leaves_nothing_that_is_called_exact() -> None:
 
 
 def test_the_block_is_nothing_before_it_is_crafted_and_next_to_nothing_after() -> None:
-    torch.manual_seed(0)
     plain = lenet(SHAPE, CLASSES)
     model, x = imprint_block(plain, SHAPE, 64), (pictures(0, 50) - MEAN[0]) / STD[0]
     assert torch.equal(model(x), plain(x))
@@ -242,6 +243,19 @@ def test_equal_rows_of_one_bin_are_read_and_not_proven() -> None:
     found = read(read_imprint(), known, params, answer(known, params, Batch(one.x.repeat(2, 1), one.y.repeat(2))))
     assert proven(found) == 0 and found.x is not None
     assert torch.allclose(ROWS.cells(found.x[0]), ROWS.cells(one.x[0]), atol=1e-2)
+
+
+def test_rows_with_numbers_as_labels_are_read_and_not_proven() -> None:
+    """Some number explains any signal of a bin."""
+    known, batch, numbers = of_rows(64, 4), table(1, 4), torch.randn(4, generator=torch.Generator().manual_seed(0))
+    model = imprint_block(mlp((ROWS.entries,), 1, hidden=[20]), (ROWS.entries,), 64)
+    kind, batch = Numbers(torch.randn(50)), Batch(batch.x, numbers)
+    known = replace(known, model=model, classes=1, loss=mean_squared_error(), label_kind=kind, labels=numbers[None])
+    params = craft(imprint(64), known)
+    found = read(read_imprint(), known, params, answer(known, params, batch))
+    assert proven(found) == 0 and found.x is not None
+    near = (found.x[:, None] - batch.x).abs().amax(2).amin(0)
+    assert int((near < 1e-2).sum()) >= 3, "one of four is alone in its bin of 64 with probability .95"
 
 
 def test_several_steps_prove_no_row_and_public_rows_are_needed() -> None:

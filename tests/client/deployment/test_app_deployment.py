@@ -1,11 +1,5 @@
 """The ClientApp in a deployment: it does what its owner's file says, and what it says is all that leaves."""
 
-import warnings
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.clientapp  # noqa: F401
-
 import io
 import json
 import tracemalloc
@@ -18,11 +12,8 @@ import pytest
 import tomli_w
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import Tensor
 
-from fedgauge.attacks.grading.self_audit import invert_own
 from fedgauge.client import app as module
 from fedgauge.client.app import FAILED, NOT_GRADED, REFUSED, app
 from fedgauge.client.deployment.state_folder import ClientFolder
@@ -30,6 +21,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.psnr import match, psnr_of
+from tests.wire import travel
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -60,11 +52,6 @@ def write(tmp_path: Path) -> Write:
 def protocol(**changes: Any) -> Protocol:
     tables = {"seed": 3, "rounds": 5, "clients": 3, "data": DATA, "model": MLP, "chain": [SGD]}
     return Protocol.from_tables(tables | changes)
-
-
-def travel(message: Message) -> Message:
-    """What arrives of a message, through Flower's own serialization."""
-    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
 
 
 def context(path: Path, agreed: Protocol | None = None, run: int = 1) -> Context:
@@ -339,43 +326,3 @@ def test_an_update_above_the_owners_norm_stays(write: Write) -> None:
     assert error(app(ask(1), context(path)))[0] == REFUSED, "nor is it tried again until one passes"
     free = write(0, guard={"max_norm": 1e6})
     assert not app(ask(1), context(free)).has_error()
-
-
-ONE = {**AGREED, "batch_size": 1}
-OWN = {"audit": "analytic", "iterations": 1, "threshold": 20.0}
-
-
-def test_its_own_audit_keeps_an_update_from_which_it_reads_its_image(write: Write) -> None:
-    """One example through a first layer with a bias is read off exactly."""
-    path = write(data=ONE, guard=OWN)
-    assert error(app(ask(1), context(path))) == (WITHHELD, REASON)
-    cause = log(path)[-1]["cause"]
-    assert cause.startswith("its audit reconstructs an example at ") and float(cause.split()[-2]) == 60  # the cap
-
-
-def test_its_own_audit_lets_an_update_go_that_hides_its_image(write: Write) -> None:
-    chain = [SGD, {"use": "gaussian", "sigma": 10.0}]
-    path = write(data=ONE, chain=chain, guard=OWN)
-    assert not app(ask(1), context(path)).has_error()
-    assert log(path)[-1]["event"] == "sent"
-
-
-def test_an_audit_that_does_not_apply_lets_nothing_out(write: Write) -> None:
-    path = write(guard=OWN)  # four examples: the analytic attack says that it is not for them
-    assert error(app(ask(1), context(path))) == (WITHHELD, REASON)
-    assert log(path)[-1]["cause"].startswith("its audit failed: ")
-
-
-def test_its_own_audit_knows_what_leaves_next_to_the_update(write: Write) -> None:
-    """BatchNorm's buffers tell the server the batch's statistics, with which its attack is stronger."""
-    agreed = protocol(model=BATCHNORM, data={**DATA, "batch_size": 1})
-    fed = Federation(agreed)
-    params, buffers = fed.initial()
-    update = fed.own_update(params, buffers, 1, 1)
-    returned = {k: b.clone() for k, b in fed.returned_buffers(buffers).items()}
-    own, batch = invert_own("grad_inversion", iterations=100), fed.batch_at(1, 1)
-    without, servers = (own.leak(fed, params, buffers, update, beside, batch) for beside in ({}, returned))
-    assert without < servers - 0.1
-    path = write(data=ONE, guard={"audit": "grad_inversion", "iterations": 100, "threshold": (without + servers) / 2})
-    assert error(app(ask(1, agreed), context(path, agreed))) == (WITHHELD, REASON)
-    assert log(path)[-1]["cause"] == f"its audit reconstructs an example at {servers:.1f} dB"

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from fedgauge.client.components import SpecError
 from fedgauge.client.deployment import deployed_client
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner_file import OwnerConfig
@@ -169,13 +168,6 @@ def test_a_secret_generator_has_more_than_the_32_bits_of_a_seed() -> None:
 
 
 NOISY = [SGD, {"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 100.0}]
-
-
-def test_a_guard_by_which_examples_decide_does_not_go_with_an_epsilon(write: Write) -> None:
-    guard = {"audit": "analytic"}
-    with pytest.raises(SpecError, match="guard"):
-        DeployedClient.of(OwnerConfig.load(write(chain=NOISY, guard=guard)), terms())
-    DeployedClient.of(OwnerConfig.load(write(guard=guard)), terms())
 
 
 @pytest.mark.parametrize(("chain", "sends"), [(NOISY, False), ([SGD], True)])

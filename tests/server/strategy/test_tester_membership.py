@@ -1,6 +1,7 @@
 """Membership in deployments: the examples that a tester hands in make the simulation's own scores, and no attack sees them."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ Rows = Mapping[tuple[int, int, str, str], list[float | None]]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    """The same scenario as a simulation and as a deployment whose clients draw as in the simulation."""
+    """The same scenario as a simulation and as a deployment whose clients draw as in the simulation; not to be changed."""
     folder, scenario = (
         tmp_path_factory.mktemp("pair"),
         small(attack=TESTS, data=DATA, model={"use": "mlp", "hidden": [8]}),
@@ -74,7 +75,7 @@ def handed_in(run: Run, folder: Path, clients: range = range(3)) -> Path:
 def test_the_truth_gives_a_deployment_the_simulations_scores(
     pair: tuple[Run, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    simulation, deployment = pair
+    simulation, deployment = pair[0], Run(Path(shutil.copytree(pair[1].folder, tmp_path / "run")))
     before = told(deployment)
     assert {value for values in before.values() for value in values} == {None}
     assert verdict(deployment).members == () and "--truth" in verdict(deployment).sentence
@@ -127,7 +128,7 @@ def test_a_test_that_raises_while_grading_fails_alone(
             raise ZeroDivisionError("of client 1")
         return real(self, wave, known, candidates)
 
-    simulation, deployment = pair
+    simulation, deployment = pair[0], Run(Path(shutil.copytree(pair[1].folder, tmp_path / "run")))
     truth = handed_in(simulation, tmp_path / "truth")
     monkeypatch.setattr(membership, "scores", raises)
     ask = ["audit", str(deployment.folder), "--truth", str(truth), "--log", "quiet"]

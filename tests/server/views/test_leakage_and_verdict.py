@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgauge.attacks.base import Role
+from fedgauge.attacks.modality.rows import RowModality
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord
 from fedgauge.client.label_kinds import SCORED
@@ -165,6 +166,25 @@ def test_the_order_in_which_a_reconstruction_lists_its_images_changes_no_verdict
     assert sorted(found(one, other).leakiest("psnr").value) == sorted(values * 4)
     ordered = replace(found((0, 1, 2), (1, 0, 2)), unordered=False)
     assert excesses(ordered)[0].exposed == 4, "where the order is known, an example that no guess reaches counts"
+
+
+def test_rows_that_chance_fills_in_are_rarely_exposed() -> None:
+    """128 rows of 13 columns, of which an attack and its baselines get each cell right with the same probability."""
+    none = replace(Scores.empty(), roles=ROLES, modality=RowModality)
+    alarms = 0
+    for seed in range(20):
+        right = np.random.default_rng(seed).binomial(13, 0.45, (4, 2, 64)) * 100 / 13
+        named = zip(("matching", "mean_image", "random_image", "wrong_client(matching)"), right, strict=True)
+        found = none.extended(
+            [
+                (1, c, name, i, "cells", "converged", value)
+                for name, clients in named
+                for c, rows in enumerate(clients)
+                for i, value in enumerate(rows)
+            ]
+        )
+        alarms += excesses(found)[0].exposed > 0
+    assert alarms <= 2
 
 
 @pytest.mark.parametrize(("attack", "lost"), [("matching", 8), ("bayes_limit", 1)])

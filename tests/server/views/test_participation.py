@@ -52,12 +52,12 @@ def test_clients_may_report_their_batches(step: int, doubtful: bool) -> None:
     assert bool(other_sizes(app, {"data": {"batch_size": 91}, "chain": chain})) is doubtful
 
 
-def test_an_update_computed_again_proves_the_number_of_examples() -> None:
+def test_where_examples_were_observed_no_report_casts_doubt_on_their_number() -> None:
     """Augmented examples differ in each epoch, so that a round of 2 epochs over 48 holds 96."""
 
     class Proved(App):
         def meta(self) -> dict[str, str]:
-            return {"replay": "ok"}
+            return {"examples": "observed"}
 
     app: Any = Proved()
     assert not other_sizes(app, {"data": {"batch_size": 96}})

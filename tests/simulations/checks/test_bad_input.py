@@ -97,6 +97,7 @@ def test_scenarios_without_attack_or_replay_are_reported_before_training(changes
     {"chain": [{"use": "mixup", "alpha": 0.4}, LOCAL, {"use": "mask", "keep": 0.5}]},
     {"chain": [{"use": "ats", "policy": "7-4-15"}, {"use": "soteria", "rate": 0.5}, LOCAL]},
     {"chain": [LOCAL, {"use": "prune", "keep": 0.3}, {"use": "laplace", "scale": 0.1}, {"use": "freeze", "layers": ["conv"]}]},
+    {"chain": [{"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 0.5}, {**LOCAL, "steps": 2, "batch_size": 1}]},
     {"clients": 4, "secure_sum": {"group": 2}}, {"chain": [{**LOCAL, "steps": 2, "batch_size": 1}]},
 ])  # fmt: skip
 def test_honest_weights_raise_no_alarm(changes: dict[str, Any]) -> None:

@@ -188,7 +188,7 @@ def test_the_doctor_examines_an_owners_file(tmp_path: Path, capsys: pytest.Captu
         ({"chain": CHAIN[:2]}, "local_sgd"),
         ({"data": {"use": "npz", "path": "none.npz"}}, "none.npz: No such file"),
         ({"data": {**DATA, "batch_size": 10**6}}, "batch_size"),
-        ({"guard": {"audit": "nonsense"}}, "nonsense"),
+        ({"guard": {"inspect": "nonsense"}}, "nonsense"),
         ({"chain": [{"use": "mychain:own"}, CHAIN[2]]}, "is not allowed here"),
         ({"loss": {"use": "next_token"}}, "[loss]"),
         ({"grading": {"mode": "all"}}, "mode must be one of 'off', 'scores'"),

@@ -16,7 +16,6 @@ FORMS: dict[str, tuple[str, ...]] = {
     "run --resume PLACE": RUN,
     "report PLACE": RUN,
     "export PLACE": RUN,
-    "stop PLACE": ("lost",),
     "prune PLACE": ("lost",),
     "run PLACE": FILE,
     "run --in-memory PLACE": FILE,
@@ -37,7 +36,10 @@ ALWAYS = ("missing", "text", "binary", "below a file")
 CASES = [(form, place) for form, places in FORMS.items() for place in (*ALWAYS, *places)]
 CASES += [("watch PLACE", place) for place in ("missing", "text", "below a file")]
 CASES += [("init PLACE", place) for place in ("text", "folder", "below a file")]
-CASES += [("export good -o PLACE", place) for place in ("folder", "below a file")]
+CASES += [("app PLACE", place) for place in ("missing", "text", "folder", "below a file")]
+CASES += [("compare PLACE", place) for place in (*ALWAYS, "folder")]
+WRITTEN = ("export good -o PLACE", "app good --draft PLACE", "gate good --junit PLACE", "reproduce spear -o PLACE")
+CASES += [(form, place) for form in WRITTEN for place in ("folder", "below a file")]
 
 
 @pytest.fixture(scope="module")

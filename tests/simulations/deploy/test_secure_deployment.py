@@ -45,17 +45,19 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedgauge.server.strategy.client_grading.GRACE", 0.0)
 
 
-def deployed(folder: Path, scenario: str = SUMMED, grading: str = "off") -> tuple[Deployment, list[Path]]:
+def deployed(
+    folder: Path, scenario: str = SUMMED, grading: str = "off", clients: int = 3
+) -> tuple[Deployment, list[Path]]:
     folder.mkdir()
     (folder / "small.toml").write_text(scenario)
     made = Deployment.create(
         folder / "federation",
-        3,
+        clients,
         scenario=folder / "small.toml",
         grading=grading,
         sampling="agreed",  # type: ignore[arg-type]
     )
-    return made, [made.folder / "clients" / str(k) / "client.toml" for k in range(3)]
+    return made, [made.folder / "clients" / str(k) / "client.toml" for k in range(clients)]
 
 
 class Leaving(in_memory.MemoryGrid):
@@ -193,8 +195,13 @@ def test_five_clients_with_threshold_three_are_refused_unless_asked_for_by_name(
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 def test_a_real_deployment_under_a_secure_sum(tmp_path: Path) -> None:
-    """Flower's own processes, TLS and keys: three clients, one round, a sum alone. A client starts a process for each question."""
-    deployment, owners = deployed(tmp_path / "a", SUMMED.replace("rounds = 3", "rounds = 1"))
+    """Flower's own processes, TLS and keys: two clients, one round, a sum alone. A client starts a process for each question."""
+    two = (
+        SUMMED.replace("rounds = 3", "rounds = 1")
+        .replace("clients = 3", "clients = 2")
+        .replace("group = 3", "group = 2")
+    )
+    deployment, owners = deployed(tmp_path / "a", two, clients=2)
     command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "deploy", "up", str(deployment.folder), "--local"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -204,6 +211,6 @@ def test_a_real_deployment_under_a_secure_sum(tmp_path: Path) -> None:
         seen = [(o["round"], o["client"], o["status"], o["examples"]) for o in ledger.observations()]
         assert [r["round"] for r in ledger.rounds()] == [0, 1]
         assert (ledger.progress().done > 0, ledger.progress().failed) == (True, 0)
-    assert seen == [(1, 0, "accepted", 3)]
+    assert seen == [(1, 0, "accepted", 2)]
     for owner in owners:
         assert (owner.parent / "state" / "log.jsonl").read_text().count('"sent"') == 1

@@ -107,6 +107,7 @@ def test_failures_are_reported_in_every_log_mode(taped: Run, capsys: pytest.Capt
     else:
         finished = events_of(told.out)[-1]
         assert finished["state"] == "attacks failed"
+        assert any(str(taped.folder) in notice["command"] for notice in finished["notices"])
         assert len(finished["errors"]) == 1 and damaged.name in finished["errors"][0]
         assert [a["failed"] for a in finished["attacks"] if a["attack"] == "analytic"] == [1]
 

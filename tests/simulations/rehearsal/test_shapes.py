@@ -40,6 +40,7 @@ clientapp = "{name}:client"
 num-server-rounds = 1
 """
 FULL = pytest.mark.full
+FAR = ("groups", "modified", "dropped", "penalised", "smoothed")  # whose drafts give updates far from the clients'
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = (
     "fedgauge.simulations.rehearsal.rehearse",
@@ -136,6 +137,12 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
     assert "rounding" in found.proof, found.proof
 
 
+@pytest.mark.parametrize("name", names("stateful", "profiled empty"))
+def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Path) -> None:
+    _, observed = observe(folder, folder.parent / "runs", {}, 1, Console(quiet=True))
+    assert not observed.failed
+
+
 @pytest.mark.parametrize(
     ("name", "code", "exact"),
     [
@@ -157,12 +164,15 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
         pytest.param("modified", "mods", False, marks=FULL),
         pytest.param("distilled", "loss", True, marks=FULL),
         pytest.param("dropped", "dropout", False, marks=FULL),
+        pytest.param("half", "autocast", False, marks=FULL),
     ],
 )
 def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: Path) -> None:
     found = rehearsed(folder)
     assert [problem.code for problem in found.draft.problems if problem.code != "cost"] == code.split()
     assert not found.draft.fatal and ("rounding" in found.proof) is exact, found.proof
+    with found.run.ledger(readonly=True) as ledger:
+        assert (ledger.training_fits is False) is (name in FAR)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +186,7 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("trees", "network", marks=FULL),
         pytest.param("functional", "network", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
+        pytest.param("scripted", "network", marks=FULL),
     ],
 )
 def test_apps_without_a_fitting_attack_are_recorded_with_the_reason(name: str, code: str, folder: Path) -> None:

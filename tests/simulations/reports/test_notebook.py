@@ -1,8 +1,6 @@
 """What a notebook shows of a run: its verdict and figures as the report has them, and nobody's words as markup."""
 
-import html
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.views.leak_tables import summary_table
 from fedgauge.server.views.snapshot import read_once
 from fedgauge.server.views.verdict import verdict_of
-from fedgauge.simulations.reports.notebook import Report, load_ipython_extension
+from fedgauge.simulations.reports.notebook import load_ipython_extension
 from tests.simulations.reports.report_pages import HOSTILE, Page
 from tests.small_runs import scenario
 
@@ -35,15 +33,6 @@ def test_a_run_shows_its_verdict_and_its_attacks(attacked: Run) -> None:
         cells = [cell for row in summary_table(reading).written for cell in row]
     assert cells and all(" ".join(cell.split()) in page.words for cell in cells)
     assert page.scripts == [] and page.links == []
-
-
-def test_a_report_is_shown_whole_and_shut_in(copied: Run) -> None:
-    data, _ = shown(Report(copied))
-    frame = re.fullmatch(
-        r'<iframe sandbox="allow-scripts" style="[^"]*" srcdoc="([^"<]*)"></iframe>', data["text/html"]
-    )
-    assert frame is not None
-    assert html.unescape(frame[1]) == (copied.folder / "report.html").read_text()
 
 
 def test_foreign_text_is_never_markup(tmp_path: Path) -> None:

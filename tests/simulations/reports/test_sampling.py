@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedgauge.server.views.gallery import SMALL, png, sampled
+from fedgauge.server.views.gallery import png, sampled
 from tests.simulations.reports.report_pages import pixels
 
 
@@ -32,6 +32,6 @@ def test_a_png_holds_the_pixels(channels: int) -> None:
 
 def test_a_large_picture_is_made_small_by_averaging() -> None:
     x = torch.rand(3, 200, 100, generator=torch.Generator().manual_seed(0))
-    small = pixels(png(x, SMALL))
+    small = pixels(png(x))
     assert small.shape == (67, 34, 3)  # by three, as 200 / 96 is above 2
     assert int(small[0, 0, 0]) == round(float(x[0, :3, :3].mean()) * 255)
