@@ -165,7 +165,7 @@ def test_a_foreign_app_is_recorded_under_flower(python: Path, folder: Path, tmp_
     superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--port", str(port)]
     process = processes.start([str(python.parent / superlink[0]), *superlink[1:]], tmp_path / "superlink.log", env)
     try:
-        wait_for(lambda: processes.listens(port), 90, process)
+        wait_for(lambda: processes.listens(port), 90, process=process)
         federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
         flwr = [str(python.parent / "flwr")]
         config = f'audit="{record.parent / "audit.toml"}" record-to="{record}" examples=1'

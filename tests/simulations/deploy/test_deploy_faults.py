@@ -11,7 +11,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,8 @@ from fedgauge.simulations.deploy.services import Service, supernode
 from fedgauge.simulations.deploy.supervisor import LocalDeployment
 from fedgauge.simulations.deploy.train import register
 from fedgauge.simulations.run import launch, processes
-from tests import waiting
 from tests.small_runs import DEPLOYED
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,7 +45,6 @@ use = "analytic"
 """
 )
 
-wait_for = partial(waiting.wait_for, pause=0.2)
 ENTERED = "SuperNode ID:"  # what one says that was let in
 
 

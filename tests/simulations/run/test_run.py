@@ -224,7 +224,7 @@ def test_a_training_in_memory_that_dies_is_reported_with_the_end_of_its_log(tmp_
     run = create_run(Scenario.load(tmp_path / "small.toml"), tmp_path / "run")
     (run.folder / "scenario.toml").write_text("rounds = = 1")
     with closing(TrainingProcess(run, in_memory=True)) as training:
-        wait_for(training.status)
+        wait_for(training.status, 120)
         with pytest.raises(TrainingFailed, match="scenario.toml"):
             training.verify()
     assert not training.scratch.exists()
