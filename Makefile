@@ -42,7 +42,7 @@ lint: install
 	$(BIN)/mypy
 
 bench: install
-	$(BIN)/python -m fedgauge.simulations.benchmarks
+	$(BIN)/python -m fedgauge.simulations.benchmarks.engine
 
 # the tables in docs/ that are written from the code and from the kept figures
 docs: install

@@ -53,7 +53,6 @@ def _dense(fed: Federation) -> InputLayer | None:
 
 
 def _works(read: Callable[[nn.Module, Sequence[int]], object], fed: Federation) -> bool:
-    """Return whether a closed form reads the network."""
     try:
         return bool(read(fed.model, fed.shards.dataset.shape))
     except ValueError:
@@ -67,11 +66,11 @@ def _readable(fed: Federation) -> bool:
 
 
 def _separable(fed: Federation) -> bool:
-    """Return whether fewer labelled images than classes are behind an undefended update of one step, or a group's sum."""
+    """Return whether fewer labelled images than classes are behind an update of one step, or a group's sum."""
     dataset, chain = fed.shards.dataset, fed.chain
     images = dataset.labelled and bool(dataset.mean) and not dataset.y.is_floating_point()
     fewer = fed.shards.batch_size * len(fed.protocol.groups(1)[0]) < dataset.classes
-    hidden = bool(chain.hidden) or noise_is_known(fed) or _has(fed, StochasticLayer)
+    hidden = bool(chain.hidden) or _has(fed, StochasticLayer)
     return images and fewer and chain.local.one_gradient and not hidden
 
 

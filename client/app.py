@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fedgauge.client.deployment.deployed_client import DeployedClient, objection
 from fedgauge.client.deployment.owner_file import OwnerConfig
+from fedgauge.client.deployment.secure_sum import PairwiseMasking
 from fedgauge.client.deployment.secure_sum_mod import RECORD as SUM
 from fedgauge.client.deployment.secure_sum_mod import secure_sum
-from fedgauge.client.deployment.secure_sum_terms import SecureSum
 from fedgauge.client.deployment.self_grading import batch_to_grade
 from fedgauge.client.deployment.self_grading import grade as grade_images
 from fedgauge.client.deployment.server_terms import RequestRefused, ServerTerms
@@ -168,7 +168,7 @@ def _train_own(message: Message, context: Context) -> Message:
 
 
 def _answer_in_a_sum(
-    message: Message, context: Context, own: DeployedClient, terms: SecureSum, state: ClientFolder
+    message: Message, context: Context, own: DeployedClient, terms: PairwiseMasking, state: ClientFolder
 ) -> Message:
     """One answer of a secure sum's conversation; to the third question it is the masked update."""
     if SUM not in message.content.config_records:

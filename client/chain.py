@@ -186,7 +186,6 @@ def _stateful(link: Transform | None) -> bool:
 
 
 def _alone(link: Transform) -> UpdateDistribution | None:
-    """Return a link's distribution for a known update."""
     return link.update_distribution(UpdateDistribution()) if isinstance(link, Link) else None
 
 

@@ -77,7 +77,6 @@ class ComponentKind:
         return [entry for group in self.groups for entry in registry.entries(group)]
 
     def names(self) -> list[str]:
-        """The short names of this kind, in order."""
         return sorted({entry.name for entry in self.entries()})
 
 
@@ -226,11 +225,7 @@ def errors_in(where: object, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def users_errors() -> Iterator[None]:
-    """Turn an exception that a user's own code raises into a SpecError; fedgauge's own faults keep their traceback.
-
-    Raises:
-        SpecError: code of a user's package raised.
-    """
+    """Turn an exception that a user's own code raises into a SpecError; fedgauge's own faults keep their traceback."""
     try:
         yield
     except Exception as error:
@@ -275,7 +270,6 @@ def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]
 
 
 def is_own(table: Table, kind: ComponentKind) -> bool:
-    """Check whether the component that a table names is fedgauge's own."""
     return any(entry.own and entry.name == table.get("use") for entry in kind.entries())
 
 
@@ -461,7 +455,6 @@ class Checked:
 
 @cache
 def _ranges(kind: type[Any]) -> list[tuple[str, Range]]:
-    """The fields of a dataclass that have a range."""
     found: list[tuple[str, Range]] = []
     for each in fields(kind):
         options = (

@@ -208,7 +208,6 @@ class Federation:
                 yield f"[loss]: {self.protocol.loss['use']} takes no probabilities as labels, which [[chain]] #{i} makes"
 
     def _takes_labels(self, link: BatchTransform, where: str) -> bool:
-        """Check that the loss takes the labels that a link makes."""
         data = self.shards.dataset
         examples = batch_of(data.x, data.y, torch.arange(2))
         batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, where)

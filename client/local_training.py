@@ -62,7 +62,6 @@ class local_sgd(Link):
 
     @property
     def words(self) -> str:
-        """The training in words."""
         return f"{self.steps} local step{'s' if self.steps > 1 else ''} of SGD"
 
     def gradients(self, size: int) -> int:
@@ -75,7 +74,6 @@ class local_sgd(Link):
         return cycle([(slice(i, i + length),) for i in range(0, size, length)])
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step."""
         return self.rate
 
     def direction(self, g: Update, here: Params, memory: dict[str, Update], step: int) -> Update:

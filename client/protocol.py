@@ -187,7 +187,6 @@ class Protocol:
 
     @classmethod
     def from_json(cls, text: str) -> "Protocol":
-        """Read the text that `to_json` wrote."""
         return cls.from_tables(json.loads(text))
 
     def to_json(self) -> str:

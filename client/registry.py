@@ -25,12 +25,10 @@ class Entry:
 
     @property
     def module(self) -> str:
-        """The module that holds the object."""
         return self.value.partition(":")[0]
 
     @property
     def own(self) -> bool:
-        """Check that it is fedgauge's own."""
         return self.package == OWN
 
 

@@ -190,9 +190,6 @@ class Accountant:
         Args:
             secret: whether the draw of a round's examples is hidden from the server; if not, there is no amplification.
             entries: the most in an update, if updates of other networks also count; default: those of the federation's.
-
-        Raises:
-            NoGuarantee: no epsilon holds.
         """
         model, batch_size = federation.model, federation.shards.batch_size
         entries = sum(p.numel() for p in model.parameters()) if entries is None else entries

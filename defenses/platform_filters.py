@@ -173,7 +173,6 @@ def local_dp(epsilon: Positive, sensitivity: NotNegative = 1.0, delta: Part = 1e
 
 
 def _within(bound: float, update: Update) -> float:
-    """A bound on entries as the update's dtypes can hold it."""
     return min(bound, *(torch.finfo(t.dtype).max for t in update.values()))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedgauge.attacks.engine.batch_limiter import exhausted
 from fedgauge.attacks.threat_model import public_knowledge
-from fedgauge.client.deployment.secure_sum_terms import build_secure_sum
+from fedgauge.client.deployment.secure_sum import PairwiseMasking
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Params
@@ -135,7 +135,7 @@ def _secured(strategy: CheckedStrategy, protocol: Protocol, timeout: float) -> S
         of = {strategy.clients[node]: node for node in nodes}
         return [[of[client] for client in group if client in of] for group in protocol.groups(round)]
 
-    return SecureSumStrategy(strategy, build_secure_sum(protocol.secure_sum.real), "updates", timeout, groups)
+    return SecureSumStrategy(strategy, PairwiseMasking(**protocol.secure_sum.real), "updates", timeout, groups)
 
 
 def _of_sums(intake: RoundReplies, protocol: Protocol) -> RoundReplies:

@@ -433,7 +433,6 @@ class _RoundNumbers:
         self._rounds: dict[tuple[int, int, int], int] = {}
 
     def of(self, node: int, given: int | None) -> int:
-        """The round of a message to a node."""
         epoch, before, times = self._of_node.get(node, (self._epoch, 0, -1))
         if given is None:
             self._counted += before == self._counted and times >= 0

@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from docs.generate.__main__ import pages
 from fedgauge.attacks.modality.image_metrics import BACKBONES, image_metrics, lpips_metric
-from fedgauge.client.deployment.secure_sum_terms import build_secure_sum
+from fedgauge.client.deployment.secure_sum import PairwiseMasking
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
@@ -253,8 +253,8 @@ def test_the_table_of_the_page_is_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_secure_sum_of_an_owners_file_can_be_agreed() -> None:
     (example,) = blocks(text_of("docs/client-owner.md"), "toml")
-    terms = build_secure_sum(tomllib.loads(example)["secure_sum"], "[secure_sum]")
-    assert (terms.group, terms.threshold, terms.clip) == (3, 3, 0.1)  # type: ignore[attr-defined]  # of PairwiseMasking
+    terms = PairwiseMasking(**tomllib.loads(example)["secure_sum"])
+    assert (terms.group, terms.threshold, terms.clip) == (3, 3, 0.1)
 
 
 @pytest.mark.parametrize("page", ["docs/defenses.md", "docs/secure-sum.md"])

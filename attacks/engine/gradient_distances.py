@@ -303,7 +303,6 @@ def _total(products: Mapping[str, InnerProducts]) -> InnerProducts:
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors of equal shapes."""
     return parts[0] if len(parts) == 1 else torch.stack(tuple(parts)).sum(0)
 
 

@@ -132,7 +132,6 @@ class Refinement:
 
     @cached_property
     def shadow(self) -> ShadowTrainer:
-        """The training data of the linear inverter."""
         return self.linear.shadow
 
     @cached_property

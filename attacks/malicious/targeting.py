@@ -30,13 +30,11 @@ class Targeting:
     aggregate: bool = False
 
     def applies_to(self, round: int, client: int) -> bool:
-        """Return whether this client gets crafted weights in this round."""
         if client in self.all_but or (self.clients is not None and client not in self.clients):
             return False
         return self.rounds is None or round in self.rounds
 
     def hits(self, rounds: int, clients: int) -> set[tuple[int, int]]:
-        """The rounds and clients that it attacks, of so many."""
         return {(r, c) for r in range(1, rounds + 1) for c in range(clients) if self.applies_to(r, c)}
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import SpecError, Table, call_checked, errors_in
+from fedgauge.client.components import SpecError, Table, call_checked, errors_in, settings_of
 from fedgauge.client.data.batches import Shards, split
 from fedgauge.client.deployment.owner_file import OwnerConfig
-from fedgauge.client.deployment.secure_sum_terms import SecureSum, build_secure_sum
+from fedgauge.client.deployment.secure_sum import PairwiseMasking
 from fedgauge.client.deployment.server_model import build_servers_model
 from fedgauge.client.deployment.server_terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation
@@ -87,10 +87,10 @@ class DeployedClient(Federation):
         return super().chain.deployed
 
     @cached_property
-    def secure_sum(self) -> SecureSum | None:
+    def secure_sum(self) -> PairwiseMasking | None:
         """The only secure sum in which the owner sends updates."""
         table = self.owner.secure_sum
-        return None if table is None else build_secure_sum(table)
+        return None if table is None else settings_of(PairwiseMasking, table, "[secure_sum]")
 
     @property
     def terms(self) -> Table:
@@ -101,7 +101,6 @@ class DeployedClient(Federation):
         return {"chain": chain, "batch_size": draw.batch_size, "secret": secret, "records": records}
 
     def draw(self, round: int) -> list[int]:
-        """Return the indices of the training images of a round."""
         if self.owner.draw.sampling == "agreed":
             return self.shards.rows_at(self.owner.client, round).tolist()
         mine = self.shards.indices[self.owner.client]

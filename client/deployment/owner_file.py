@@ -127,18 +127,13 @@ class OwnerConfig(Checked):
 
     @classmethod
     def load(cls, path: Path) -> "OwnerConfig":
-        """Read and check a file; SpecError names it, the table, the value and what is allowed.
-
-        Raises:
-            SpecError: with the file's name, the table, the value and what is allowed.
-        """
+        """Read and check a file; SpecError names it, the table, the value and what is allowed."""
         with errors_in(path, OSError, UnicodeDecodeError):
             text = read_file(path, toml_text.MOST).decode()
         return cls.parse(text, path)
 
     @classmethod
     def parse(cls, text: str, path: Path) -> "OwnerConfig":
-        """From the text of the file at path."""
         with errors_in(path, ValueError):
             return cls._of(toml_text.parse(text.encode()), path)
 
@@ -164,7 +159,6 @@ class OwnerConfig(Checked):
 
     @cached_property
     def dataset(self) -> Dataset:
-        """The images."""
         with self.allowing():  # paths start from the owner's file
             table = with_absolute_paths(self.data, DATASET, self.path.parent)
             found: Dataset = build(table, "[data]", DATASET, more_keys=(*_DRAW, *_SPLIT))
@@ -176,5 +170,4 @@ class OwnerConfig(Checked):
         return allowing(self.allow, [self.path.absolute().parent], plug_ins=False)
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """The examples of these rows of the training images."""
         return batch_of(self.dataset.x, self.dataset.y, torch.tensor(rows, dtype=torch.int64))

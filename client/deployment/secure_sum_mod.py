@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 
 from fedgauge.client.arrays import npy_array
 from fedgauge.client.data_folder import state_folder
-from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Value, Vector
+from fedgauge.client.deployment.secure_sum import PairwiseMasking, Record, Value, Vector
 from fedgauge.client.files import claimed
 from fedgauge.client.mods import Mod, only_arrays
 
@@ -22,7 +22,7 @@ WEIGHT = "num-examples"
 
 
 def secure_sum(
-    protocol: SecureSum, replies: Literal["updates", "weights"] = "weights", claims: Path | None = None
+    protocol: PairwiseMasking, replies: Literal["updates", "weights"] = "weights", claims: Path | None = None
 ) -> Mod:
     """A mod that lets a client's update leave only as a part of its group's sum.
 
@@ -73,7 +73,7 @@ def secure_sum(
     return mod
 
 
-def _claim(protocol: SecureSum, question: Mapping[str, Value], claims: Path) -> None:
+def _claim(protocol: PairwiseMasking, question: Mapping[str, Value], claims: Path) -> None:
     """Claim a session's step; ValueError if it is claimed already, whatever came of that."""
     session, step = question.get("session"), question.get("step")
     if not isinstance(session, bytes) or not isinstance(step, str):  # 1 and True are equal, and would be two claims

@@ -75,7 +75,6 @@ class ClientFolder:
         return sum(1 for _ in (self.folder / "rounds").glob("run-*.json"))
 
     def keep_drawn(self, round: int, drawn: DrawnBatch) -> None:
-        """Record a round's draw."""
         _write(self._round(drawn.run, round), asdict(drawn))
 
     def answers(self, digest: str) -> dict[str, Answer]:
@@ -128,7 +127,6 @@ class ClientFolder:
         return self.folder / "sums"
 
     def note(self, event: str, **facts: object) -> None:
-        """Append to the log."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         line = json.dumps({"time": round(time.time(), 3), "event": event, **facts}) + "\n"
         with _private(self.log) as file:

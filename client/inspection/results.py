@@ -33,7 +33,6 @@ class DetectorResult:
 
     @property
     def ratio(self) -> float:
-        """Score over the detector's threshold."""
         return self.score / THRESHOLDS[self.detector]
 
 
@@ -61,12 +60,10 @@ class DetectorResults:
 
     @property
     def suspicion(self) -> float:
-        """The largest score over its threshold."""
         return max((f.ratio for f in self.results), default=0.0)
 
     @property
     def alarms(self) -> tuple[DetectorResult, ...]:
-        """Those at or above their threshold."""
         return tuple(f for f in self.results if f.ratio >= 1)
 
     @property

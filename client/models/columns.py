@@ -87,7 +87,6 @@ class Columns:
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
-        """The entries of each column."""
         ends = list(accumulate((c.entries for c in self), initial=0))
         return tuple(slice(a, b) for a, b in pairwise(ends))
 

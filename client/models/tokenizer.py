@@ -55,7 +55,6 @@ class Tokenizer:
         return list(self.backend.encode(sentence, add_special_tokens=False).ids)
 
     def encode_all(self, sentences: Sequence[str]) -> list[list[int]]:
-        """`encode` of many."""
         return [list(found.ids) for found in self.backend.encode_batch(list(sentences), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:

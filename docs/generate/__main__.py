@@ -42,7 +42,6 @@ def components(kind: str) -> str:
 
 
 def keys(table: str) -> str:
-    """Return the table of a scenario table's keys."""
     rows = (
         f"| `{key.name}` | {escaped(key.value)} | {key.default} | {escaped(key.meaning.rstrip('.'))} |\n"
         for key in TABLES[table]()

@@ -27,7 +27,6 @@ class Argument:
 
 
 def arguments_of(target: Callable[..., Any]) -> list[Argument]:
-    """The arguments of a component that a scenario may set."""
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     fields = dataclasses.fields(target) if dataclasses.is_dataclass(target) else ()
     defaults = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}

@@ -38,7 +38,6 @@ class Key:
 
     @property
     def value(self) -> str:
-        """The type of its value in words."""
         return spell(self.hint).replace("'", '"')
 
 

@@ -30,7 +30,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, by_weights
 from fedgauge.server.store.tape_source import TapeSource, UploadMismatch
-from fedgauge.server.store.tester_truth import TesterTruth, TruthError
+from fedgauge.server.store.tester_truth import TesterTruth
 
 Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)
 CHECKING = 60.0  # seconds after which no further update is checked against its truth
@@ -55,7 +55,7 @@ def grade(
         untested: only tests of membership that lack a truth.
 
     Raises:
-        TruthError: the truth cannot be read, or is of other examples; nothing is written then.
+        SpecError: the truth cannot be read, or is of other examples; nothing is written then.
         RunBusy: an attack service works on this run.
     """
     source, nodes = TapeSource(scenario.federation, run=run, ledger=ledger), ledger.nodes()
@@ -67,7 +67,7 @@ def grade(
             for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))
         }
         if (jobs or tests) and not any(batch is not None and len(batch.y) for batch in found.values()):
-            raise TruthError(f"{truth.folder} has no examples of any attacked update")
+            raise SpecError(f"{truth.folder} has no examples of any attacked update")
         size = scenario.federation.shards.batch_size
         assumed = {job.id: size * len(scenario.protocol.members(job.client, job.round)) for job in jobs}
         notes = Counter(_grade(run, ledger, grader, job, found, assumed[job.id]) for job in jobs)

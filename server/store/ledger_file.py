@@ -61,7 +61,6 @@ SCHEMA = """
 
 @cache
 def _schema() -> frozenset[tuple[str, ...]]:
-    """Return the objects in sqlite_master of a new ledger."""
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
         return _objects(db)

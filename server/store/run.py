@@ -203,7 +203,6 @@ class Run:
         return int(pid) if pid and re.fullmatch(r"[1-9]\d{0,9}", pid) else None
 
     def at_work(self, purpose: str) -> bool:
-        """Check if a process has the lock for a purpose."""
         return self._written(purpose) is not None
 
     def _written(self, purpose: str) -> str | None:

@@ -96,7 +96,6 @@ def delete_folder(path: Path) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    """Return the sorted names in a folder; none if it is missing."""
     _check_folder(folder)
     try:
         return sorted(os.listdir(folder))

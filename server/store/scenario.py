@@ -244,7 +244,6 @@ class Scenario:
         return f"malicious server: {'; '.join(map(str, self.server_attack))}" if self.server_attack else "honest server"
 
     def to_toml(self) -> str:
-        """Write the scenario with settings applied."""
         return tomli_w.dumps(dict(self.tables))
 
 
@@ -381,14 +380,7 @@ def _check_control_variates(federation: Federation, strategy: Table, tape: TapeO
 
 
 def apply_setting(tables: dict[str, Any], setting: str) -> None:
-    """Set one value by its path, such as "chain.0.max_norm=2"; the value is TOML, else text.
-
-    Example:
-        >>> tables = {"chain": [{"use": "clip", "max_norm": 1.0}]}
-        >>> apply_setting(tables, "chain.0.max_norm=2")
-        >>> tables
-        {'chain': [{'use': 'clip', 'max_norm': 2}]}
-    """
+    """Set one value by its path, such as "chain.0.max_norm=2"; the value is TOML, else text."""
     path, separator, text = setting.partition("=")
     if not separator or not path:
         raise SpecError(f"--set {setting}: expected table.key=value")

@@ -15,7 +15,6 @@ from safetensors.torch import load
 from torch import Tensor
 
 from fedgauge.attacks.base import Observation
-from fedgauge.client.files import replacing as replacing_anywhere
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run_files import replacing
 
@@ -128,11 +127,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
             file.write(piece)
             digest.update(piece)
     return digest.hexdigest()
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    with replacing_anywhere(path) as file:
-        file.write(data)
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

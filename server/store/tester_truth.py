@@ -17,10 +17,6 @@ _NAME = re.compile(r"(client|node)-(-?\d+)(-round-\d+)?\.npz")
 LAYOUT = "client-0-round-1.npz (or client-0.npz for all rounds, node-ID by Flower's node id), each with x and y"
 
 
-class TruthError(SpecError):
-    """The truth cannot be read, or does not fit the audit's examples; the message names it."""
-
-
 @dataclass(frozen=True)
 class TesterTruth:
     """Folder with a file of examples for each client and round."""
@@ -32,11 +28,11 @@ class TesterTruth:
         """Make from a path on the command line, or in the run's ledger.
 
         Raises:
-            TruthError: the folder has no file of the truth.
+            SpecError: the folder has no file of the truth.
         """
         folder = Path(text).absolute()
         if not any(_NAME.fullmatch(path.name) for path in folder.glob("*.npz")):
-            raise TruthError(f"--truth: {folder} is no folder of {LAYOUT}")
+            raise SpecError(f"--truth: {folder} is no folder of {LAYOUT}")
         return cls(folder)
 
     def batch(self, round: int, client: int, like: Dataset, nodes: Mapping[int, str]) -> Batch | None:
@@ -47,7 +43,7 @@ class TesterTruth:
             nodes: Flower's node ids by client.
 
         Raises:
-            TruthError: a file is damaged, or has other examples.
+            SpecError: a file is damaged, or has other examples.
         """
         own = [f"client-{client}", *([f"node-{nodes[client]}"] if client in nodes else [])]
         names = (f"{name}{of}.npz" for of in (f"-round-{round}", "") for name in own)
@@ -58,8 +54,8 @@ class TesterTruth:
             arrays = {key: torch.from_numpy(array) for key, array in read_npz(path).items()}
             x, y = modality_of(like).arranged(arrays["x"]), arrays["y"]
         except (ValueError, TypeError, KeyError) as error:
-            raise TruthError(f"{path} cannot be read as the truth, examples x and labels y: {error}") from error
+            raise SpecError(f"{path} cannot be read as the truth, examples x and labels y: {error}") from error
         if x.shape[:1] != y.shape[:1] or tuple(x.shape[1:]) != like.shape:
             found = f"examples x of shape {tuple(x.shape)} and labels y of shape {tuple(y.shape)}"
-            raise TruthError(f"{path} has {found}; the audit's examples have {like.shape}, each with a label")
+            raise SpecError(f"{path} has {found}; the audit's examples have {like.shape}, each with a label")
         return Batch(x.contiguous(), y.float() if y.is_floating_point() else y.long())

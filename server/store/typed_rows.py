@@ -53,5 +53,4 @@ _COLUMNS = {
 
 
 def columns(names: Iterable[str]) -> list[tuple[int, str, _Kind]]:
-    """Return place, name and kind of each known column."""
     return [(at, name, _COLUMNS[name]) for at, name in enumerate(names) if name in _COLUMNS]

@@ -10,8 +10,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, Re
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from fedgauge.client.deployment.secure_sum import PairwiseMasking, Record
 from fedgauge.client.deployment.secure_sum_mod import WEIGHT, read, to_config_record
-from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum
 from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.client.mods import only_arrays
 from fedgauge.server.strategy.strategy_wrapper import Wrapper
@@ -37,7 +37,7 @@ class SecureSumStrategy(Wrapper):
     """
 
     inner: Strategy
-    protocol: SecureSum
+    protocol: PairwiseMasking
     replies: Literal["updates", "weights"] = "weights"
     timeout: float = 600.0
     groups: Callable[[int, Sequence[int]], Sequence[Sequence[int]]] | None = None
@@ -97,7 +97,7 @@ class SecureSumStrategy(Wrapper):
 class _Group:
     """One group in one round: what it was sent, the next question to each member, and finally its sum or why there is none."""
 
-    def __init__(self, protocol: SecureSum, sent: Sequence[Message]) -> None:
+    def __init__(self, protocol: PairwiseMasking, sent: Sequence[Message]) -> None:
         self.sent = {message.metadata.dst_node_id: message for message in sent}
         self.weights = only_arrays(sent[0])[1].to_torch_state_dict()
         size = sum(t.numel() for t in self.weights.values() if t.is_floating_point())
@@ -157,7 +157,7 @@ class _Group:
         return RecordDict({"arrays": arrays, "metrics": MetricRecord({WEIGHT: total.examples})})
 
 
-def _parts(messages: Sequence[Message], protocol: SecureSum) -> Iterator[Sequence[Message]]:
+def _parts(messages: Sequence[Message], protocol: PairwiseMasking) -> Iterator[Sequence[Message]]:
     """The fewest groups that hold all clients, in order and of nearly equal size; clients beyond full groups are left out."""
     count = min(math.ceil(len(messages) / protocol.group), len(messages) // protocol.least)
     left = list(messages[: count * protocol.group])

@@ -101,7 +101,6 @@ class Figure:
 
 
 def look_at(place: int) -> Look:
-    """Return the look of the attack or run at this place."""
     return Look(f"series-{place % COLOURS}", symbol=SYMBOLS[place % len(SYMBOLS)])
 
 

@@ -60,7 +60,6 @@ def rounded(value: float | None) -> float | None:
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value, or None if it is infinite or NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -93,7 +93,6 @@ class GateResult:
 
 
 def gate_metrics(modality: type[Modality]) -> list[str]:
-    """List the metrics of a gate for data of this kind."""
     leaks = further_leaks()
     own = [*modality.measured, *MEMBERSHIP, *leaks, EPSILON, *CANARIES]
     return [*own, *(WORST + name for name in (*modality.measured, *leaks) if not MEASURED[name].rate)]

@@ -67,7 +67,6 @@ class Leak:
 
     @property
     def without_value(self) -> str:
-        """Number of attempts without a value, by status."""
         return counted_words(self.failed)
 
 

@@ -24,7 +24,6 @@ class Notice(NamedTuple):
 
 
 def audit_command(reading: RunSnapshot) -> str:
-    """Return the command that attacks a run further."""
     return run_command("audit", reading.run.folder, reading.tables)
 
 

@@ -175,7 +175,6 @@ def _cards(reading: RunSnapshot) -> list[KnowledgeCard]:
 
 
 def _reasons(reading: RunSnapshot) -> Table:
-    """List the reasons of attacks without a result."""
     columns = [Column("attack", "attack"), Column("times", "times", "count"), Column("reason", "reason")]
     rows = [(row["attack"], row["jobs"], row["reason"]) for row in reading.ledger.reasons()]
     return Table("Reasons that attacks gave", columns, rows[:REASONS])

@@ -208,7 +208,6 @@ class Scores:
 
 
 def _code(names: tuple[str, ...], name: str) -> int:
-    """Return the index of a name, or -1."""
     return names.index(name) if name in names else -1
 
 

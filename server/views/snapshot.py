@@ -280,7 +280,6 @@ class RunSnapshot:
 
     @viewed
     def tester_truth(self, round: int, client: int) -> Batch | None:
-        """Return the truth that a tester supplied; None without one."""
         if "truth" in self.meta:
             with offline(), suppress(SpecError, OSError):
                 dataset = self.scenario.federation.shards.dataset
@@ -363,6 +362,5 @@ class RunSnapshot:
 
 @contextmanager
 def read_once(run: Run) -> Iterator[RunSnapshot]:
-    """Open a run and read its state once."""
     with closing(RunSnapshot(run)) as reading, reading.now():
         yield reading

@@ -42,7 +42,6 @@ def success_curve(reading: RunSnapshot) -> dict[str, list[Rate]]:
 
 
 def _unknown(rows: Scores) -> bool:
-    """Check that no reconstruction has a grade."""
     return bool(rows.ungraded.any() and np.isnan(rows.value).all())
 
 

@@ -33,7 +33,6 @@ class Column:
 
     @classmethod
     def of(cls, by: Measured, key: str, head: str, form: Form = "number") -> "Column":
-        """Make a column of a metric's values."""
         digits, named = 0 if by.fraction else by.digits, f"{head} ({by.unit})" if by.unit else head
         return cls(key, named, form, digits, by.fraction, not by.higher_is_better)
 
@@ -66,7 +65,6 @@ class Table:
 
     @classmethod
     def texts(cls, caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
-        """Make a table of texts."""
         return cls(caption, [Column(head, head) for head in heads], rows)
 
     def only(self, *keys: str) -> "Table":

@@ -1,5 +1,6 @@
-"""Speed of the engine on K problems together, compared with the published loop on one after the other."""
+"""`python -m fedgauge.simulations.benchmarks.engine`: its speed on K problems together, and the published loop's one by one."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, 
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 from fedgauge.simulations.benchmarks.published import invert
-from fedgauge.simulations.benchmarks.reporting import Figure, interleaved
+from fedgauge.simulations.benchmarks.reporting import RESULTS, Figure, interleaved, keep
 from fedgauge.simulations.run.environment import one_thread
 
 RATE = 0.1  # of the client's local steps
@@ -109,7 +110,6 @@ class ImageProblem:
 
     @cached_property
     def attack(self) -> GradientMatching:
-        """The timed attack."""
         recipe = inverting_gradients(TV, compile=self.compiled)
         return replace(recipe, search=CompiledOnce(**vars(recipe.search))) if self.compiled else recipe
 
@@ -128,7 +128,6 @@ class ImageProblem:
         return known.pixels(invert(self.model, seen, y[0], start, *box, iterations, TV, steps=self.steps, local=RATE))
 
     def forwards(self, repetitions: int) -> None:
-        """The network's plain forward passes over the K images."""
         with torch.no_grad():
             for _ in range(repetitions):
                 self.model(self.known.normalise(self.truth.flatten(0, 1)))
@@ -195,3 +194,9 @@ def resnet18(shape: tuple[int, int, int], classes: int, width: int = 64) -> nn.M
     model.bn1 = nn.Sequential(model.bn1, nn.ReLU(), nn.MaxPool2d(3, 2, 1))
     built: nn.Module = model
     return built
+
+
+if __name__ == "__main__":
+    started, figures = time.monotonic(), list(engine())
+    print(*figures, sep="\n")
+    sys.exit(keep(RESULTS / "engine.json", "engine", started, figures, SETTINGS))

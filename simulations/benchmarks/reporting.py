@@ -9,6 +9,8 @@ from pathlib import Path
 
 from fedgauge.simulations.run.environment import environment
 
+RESULTS = Path(__file__).parent / "results"
+
 
 @dataclass(frozen=True)
 class Figure:

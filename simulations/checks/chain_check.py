@@ -94,13 +94,11 @@ class _LinkTrial:
         return "runs"
 
     def repeats(self) -> Found:
-        """Compute the same update again from the same generator."""
         if not _differ(*(self._client(_copied(self.base)) for _ in range(2))):
             return "reproducible"
         return Problem("draws", "it", "draws without the generator that it gets, so no replay works", GENERATOR)
 
     def preserves(self) -> Found:
-        """Leave the input unchanged."""
         self._client(given := _copied(self.base))
         if not _differ(given, self.base):
             return "reproducible"
@@ -122,7 +120,6 @@ class _LinkTrial:
         return Problem("derivative", "", "its derivative is zero or not finite (detach(), rounding, signs?)", SMOOTH)
 
     def declares_noise(self) -> Found:
-        """Check that the noise that it draws is declared."""
         first, other = (self._client(self.base, seed) for seed in ("link", "other"))
         if noise_free(self.link) is self.link and _differ(first, other):
             return Problem("undeclared noise", "it", "draws noise and declares none", GENERATOR)

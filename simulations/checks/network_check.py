@@ -43,7 +43,6 @@ def check_network(fed: Federation) -> Iterator[CheckResult]:
 
 
 def _inputs(fed: Federation, count: int = TRIED) -> Tensor:
-    """Some training examples, normalised as the model's input."""
     data = fed.shards.dataset
     return data.normalise(batch_of(data.x, data.y, torch.arange(min(count, len(data.y)))).x)
 

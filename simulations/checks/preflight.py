@@ -79,8 +79,6 @@ def preflight(scenario: Scenario) -> Preflight:
 
 
 class _Probe:
-    """A scenario with the updates of simulated clients that hold auxiliary images."""
-
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.fed = scenario, scenario.federation
         self.source = PublicSource(self.fed, count=SIMULATED)
@@ -290,7 +288,6 @@ def _fed(batch: Batch, pad: int) -> Tensor:
 
 
 def show(result: Preflight, console: Console) -> None:
-    """Print the findings, the worst first."""
     findings = Table(box=None, show_header=False, padding=(0, 1))
     for finding in result.findings:
         findings.add_row(Text(finding.severity, style=_STYLES[finding.severity]), finding.words)

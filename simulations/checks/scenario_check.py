@@ -157,7 +157,6 @@ def _same_data(first: Dataset, again: Dataset) -> Found:
 
 
 def _check_model(scenario: Scenario) -> Iterator[CheckResult]:
-    """Check the network for training and attacks, and for dropout that eval mode disables."""
     fed, results = scenario.federation, list(check_network(scenario.federation))
     yield from (result for result in results if result.needed or not result.works)
     if any(result.needed and not result.works for result in results):
@@ -171,7 +170,6 @@ def _check_model(scenario: Scenario) -> Iterator[CheckResult]:
 
 
 def _check_step(scenario: Scenario) -> Iterator[CheckResult]:
-    """Compute an update of a client or group, and run the replay check on it in another federation."""
     protocol = scenario.protocol
 
     def step() -> Found:

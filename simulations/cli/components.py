@@ -16,7 +16,6 @@ from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.matching.priors import PRIOR
 from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.components import ComponentKind
-from fedgauge.client.deployment.secure_sum_terms import SECURE_SUM
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.losses import LOSS
@@ -36,7 +35,6 @@ KINDS: Mapping[str, ComponentKind] = {
     "server_attack": SERVER_ATTACK,
     "architecture": MALICIOUS,
     "strategy": STRATEGY,
-    "secure_sum": SECURE_SUM,
 }
 
 

@@ -8,7 +8,6 @@ SUITE = "suite"
 
 
 def add_to(commands: Commands) -> None:
-    """Register these commands."""
     grid = commands.add(sweep, with_run=False)
     path(grid, "sweep", "SWEEP.toml")
     path(grid, "--output -o", "FOLDER", "default: the file's name under runs/")
@@ -34,14 +33,12 @@ def add_to(commands: Commands) -> None:
 
 
 def sweep(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge sweep SWEEP.toml`."""
     from fedgauge.simulations.experiments.sweep import sweep_of_file
 
     return sweep_of_file(options.sweep, options.output or options.runs / options.sweep.stem, options.jobs)
 
 
 def reproduce(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge reproduce NAME`."""
     from fedgauge.simulations.experiments.paper_table_files import load, restrict, submitted, with_submissions
     from fedgauge.simulations.experiments.reproduce import reproduce_table
 
@@ -57,7 +54,6 @@ def reproduce(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Carry out `fedgauge compare FILE ...`."""
     from fedgauge.simulations.experiments.results import compared, print_table, read_results
 
     print_table(compared({str(file): read_results(file) for file in options.files}))

@@ -129,5 +129,4 @@ port = between(int, 0, 65535)  # 0: the system chooses a free one
 
 
 def numbers(text: str) -> list[int]:
-    """Parse whole numbers with commas between."""
     return [int(part) for part in text.split(",")]

@@ -200,7 +200,6 @@ def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str],
 
 
 def _retry(run: Run, ledger: Ledger, scenario: Scenario, kinds: list[str], console: Console) -> None:
-    """Put ended jobs back into the queue, and say how many."""
     with run.lock("audit"):  # no service may be at work on them
         statuses = {"failed", *get_args(Status)} if "all" in kinds else {kind.replace("-", "_") for kind in kinds}
         again, gone = ledger.retry_ended(statuses, scenario.plan.wave)

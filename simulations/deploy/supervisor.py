@@ -12,7 +12,7 @@ import uuid
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from fedgauge.server.store.tape import write_bytes
+from fedgauge.client.files import replacing
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.services import Addresses, services
 from fedgauge.simulations.deploy.submission import PATIENCE
@@ -58,7 +58,8 @@ class LocalDeployment:
         log = self.deployment.log(name)
         self.children[name] = processes.start(self.services[name].command, log, self._environment(name))
         facts = {"mark": self.mark, "pids": {service: child.pid for service, child in self.children.items()}}
-        write_bytes(self.deployment.folder / FACTS, json.dumps(facts).encode())
+        with replacing(self.deployment.folder / FACTS) as file:
+            file.write(json.dumps(facts).encode())
 
     def finish(self, name: str) -> None:
         """Start a service that does its work once, and wait for it.
@@ -110,7 +111,6 @@ class LocalDeployment:
         return self.children[name].poll()
 
     def blame(self, name: str, what: str) -> str:
-        """A message that a service failed, with the end of its log."""
         return launch.with_ends(f"the deployment failed: {name}: {what}", self.deployment.log(name))
 
     def _environment(self, name: str) -> dict[str, str]:

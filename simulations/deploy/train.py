@@ -116,7 +116,6 @@ def _wait_for_attacks(run: Run, ledger: Ledger, scenario: Scenario, interrupt: I
 
 
 def not_attacked(run: Run, left: int) -> str:
-    """A message that some attacks were never done."""
     return f"{left} attacks were not done; continue with: fedgauge audit {run.folder}"
 
 

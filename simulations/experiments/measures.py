@@ -97,7 +97,6 @@ def _rate(hits: Mask) -> Interval:
 
 
 def _clustered(values: Floats, updates: Ints, whole: float | None = None) -> Interval:
-    """A mean, with its interval clustered by update."""
     if not len(values):
         return NOTHING
     return float(values.mean()), *(clustered_interval(values, updates, whole=whole) or (None, None))
@@ -121,13 +120,11 @@ def _isolated_psnr(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
 
 
 def _verbatim(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
-    """The fraction of single images that were recovered verbatim."""
     n, size = outcome.psnr.shape
     return _clustered((outcome.psnr >= PSNR_CAP).astype(float).flatten(), np.repeat(np.arange(n), size), whole=1.0)
 
 
 def _iterations(outcome: AttackOutcome, _: AttackOutcome | None) -> Interval:
-    """Mean iterations of the attacks that succeeded."""
     spent = outcome.iterations[_succeeded(outcome)]
     return _clustered(spent, np.arange(len(spent)))
 
@@ -190,7 +187,6 @@ def all_measures() -> tuple[str, ...]:
 
 
 def metric_of(measure: str) -> str:
-    """The metric that a measure reads."""
     return DERIVED[measure][0] if measure in DERIVED else RENAMED.get(measure, measure)
 
 

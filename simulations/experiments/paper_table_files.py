@@ -33,7 +33,6 @@ JOINED = ("data", "model", "train")
 
 
 def packaged() -> dict[str, Path]:
-    """The tables of simulations/papers, by name."""
     return {path.stem: path for path in sorted(PAPERS.glob("*/*.toml"), key=lambda path: path.stem)}
 
 

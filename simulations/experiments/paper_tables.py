@@ -44,7 +44,6 @@ class Images(Checked):
 
     @property
     def table(self) -> Table:
-        """The dataset's component table."""
         given = {k: getattr(self, k) for k in ("tokenizer", "length", "vocabulary", "task", "longer")}
         return {"use": self.use, **{k: v for k, v in given.items() if v is not None}}
 

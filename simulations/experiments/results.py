@@ -50,7 +50,6 @@ class ResultsFile(Generic[Row]):
             self.rows, self._seconds = rows_of(kept, kind, str(path)), kept["seconds"]
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Replace the rows atomically."""
         kept = {
             **self._head,
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -116,7 +115,6 @@ def head_of(paper_table: PaperTable) -> Mapping[str, Any]:
 
 
 def digest_of(value: Any) -> str:
-    """Return the SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -141,7 +139,6 @@ OPTIONAL = ("reference", "95 % interval", "baseline", "budget", "remarks")  # le
 
 
 def figures_table(rows: list[ComparedFigure], caption: str = "") -> Table:
-    """Return our figures with the paper's as a table."""
     lines = [_texts(row) for row in rows]
     shown = [i for i, h in enumerate(HEADS) if h not in OPTIONAL or any(line[i] not in ("", "-") for line in lines)]
     return Table.texts(caption, [HEADS[i] for i in shown], [[line[i] for i in shown] for line in lines])

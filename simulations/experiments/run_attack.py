@@ -134,7 +134,6 @@ def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
 def compared_figures(
     cell: Setting, spec: AttackSpec, outcome: AttackOutcome, others: Mapping[str, AttackOutcome], note: str
 ) -> list[ComparedFigure]:
-    """The rows of one attack in one setting."""
     if outcome.failed:
         note += f"{'; ' * bool(note)}{outcome.failed} of {len(outcome.iterations)} attacks failed"
         if not spec.metric:

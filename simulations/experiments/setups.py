@@ -66,7 +66,6 @@ class Setup:
 
     @property
     def truth(self) -> tuple[Batch, ...]:
-        """The private examples behind each observation."""
         return tuple(self.auditor.source.truth(seen.client, seen.round) for seen in self.observations)
 
 
@@ -104,7 +103,6 @@ def build_setup(cell: Setting, seed: int) -> Setup:
 
 
 def _federation(cell: Setting, shards: Shards, seed: int) -> Federation:
-    """The federation of a setting."""
     table, server_attack = dict(cell.model), cell.build_server_attack()
     if server_attack is not None and server_attack.architecture is not None:
         table["architectures"] = [server_attack.architecture]
@@ -128,7 +126,6 @@ def _federation(cell: Setting, shards: Shards, seed: int) -> Federation:
 
 
 def _with(fed: Federation, indices: Sequence[Tensor], **changes: Any) -> Federation:
-    """The federation with other examples, and the same network."""
     shards = replace(fed.shards, indices=tuple(indices), batch_size=len(indices[0]))
     return fed.having(shards, clients=len(indices), **changes)
 

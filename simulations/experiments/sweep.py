@@ -100,7 +100,6 @@ def _train_and_attack(cell: SweepCell, folder: Path, place: int) -> Iterator[lis
 
 
 def _prepare_run(cell: SweepCell, folder: Path) -> Run:
-    """The cell's run: the existing one if its training is done, else a new one."""
     path = folder / cell.folder
     if run_files.look(path / "ledger.sqlite") is not None:
         with Run(path).ledger() as ledger:

@@ -39,7 +39,6 @@ class Sweep:
 
     @property
     def defenses(self) -> list[str]:
-        """The names of the defenses, in the sweep's order."""
         return list(dict.fromkeys(cell.defense for cell in self.cells))
 
     @classmethod

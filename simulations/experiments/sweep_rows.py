@@ -16,7 +16,6 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.tape import write_bytes
 from fedgauge.server.views.formatting import is_exact, number, percent, rounded
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import spent_in
@@ -90,7 +89,6 @@ def rows_of(cell: SweepCell, folder: Path) -> list[SweepRow]:
 
 
 def failed_rows(cell: SweepCell, error: Exception) -> list[SweepRow]:
-    """The rows of a cell that ended with an error."""
     reason = str(error) if isinstance(error, SpecError) else sentence(error)
     return [
         SweepRow(cell.defense, attack, cell.seed, reason=reason, run=cell.folder, metric="") for attack in cell.attacks
@@ -145,8 +143,8 @@ def write_tables(folder: Path, rows: Sequence[SweepRow], sweep: Sweep) -> None:
     writer = csv.DictWriter(text, [f.name for f in fields(SweepRow)])
     writer.writeheader()
     writer.writerows(vars(row) for row in rows)
-    write_bytes(folder / "sweep.csv", text.getvalue().encode())
-    write_bytes(folder / "sweep.md", summary_as_markdown(rows, sweep.defenses).encode())
+    run_files.write(folder / "sweep.csv", text.getvalue().encode())
+    run_files.write(folder / "sweep.md", summary_as_markdown(rows, sweep.defenses).encode())
 
 
 def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
@@ -237,7 +235,6 @@ def _means(own: Sequence[SweepRow], column: str) -> dict[str, float]:
 
 
 def _detected(tests: Sequence[SweepRow]) -> str:
-    """Return the result of the strongest membership test as text."""
     areas = _means(tests, "mean")
     best = MEASURED[MEMBER].leakiest(sorted(areas), areas.__getitem__)
     if best is None:
@@ -247,7 +244,6 @@ def _detected(tests: Sequence[SweepRow]) -> str:
 
 
 def _leaked(own: Sequence[SweepRow], metric: str) -> str:
-    """Return the strongest result in the metric of another leak as text."""
     means = _means(own, "mean")
     best = MEASURED[metric].leakiest(sorted(means), means.__getitem__)
     return "–" if best is None else f"{number(means[best], MEASURED[metric].digits)} by `{best}`"

@@ -152,7 +152,6 @@ class Events(View):
             self._once("replay", "replay", {"verdict": verdict, "words": words})
 
     def _once(self, key: object, event: str, facts: Mapping[str, object], **more: object) -> None:
-        """Emit an event with new facts."""
         if self._emitted.get(key) != facts:
             self._emitted[key] = facts
             emit(event, **facts, **more)
@@ -188,7 +187,6 @@ def progress_line(reading: RunSnapshot) -> str:
 
 
 def finish(run: Run, report: Path) -> None:
-    """Emit the end of a run with verdict and scores."""
     with read_once(run) as reading:
         result, ledger = verdict_of(reading), reading.ledger
         pooled = reading.pooled(reading.scores.measure.metric)

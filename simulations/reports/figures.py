@@ -97,7 +97,6 @@ def _save(figure: Figure, path: Path, about: str) -> Iterator[Path]:
 
 
 def _knowledge(reading: RunSnapshot) -> str:
-    """Return the knowledge of each attacker for a figure's metadata."""
     return ". ".join(f"{row['name']}: {row['knowledge']}" for row in reading.attacks if row["role"] != "baseline")
 
 
@@ -127,7 +126,6 @@ def draw(spec: views.Figure) -> Figure:
 
 
 def _draw_series(axes: Axes, series: views.Series) -> Artist:
-    """Draw a series, and return its entry of the legend."""
     look, attack = series.look, series.role in ("attack", "run")
     color, marker = THEME[look.colour], SYMBOLS.get(look.symbol, "")
     x, mean = list(series.x), [nan if value is None else value for value in series.mean]

@@ -14,13 +14,7 @@ from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, INCOMPLET
 
 
 def gate_status(results: Sequence[GateResult]) -> int:
-    """Return the exit status: 0 passed, 1 failed, 4 updates never attacked, 3 not measured.
-
-    Example:
-        >>> from fedgauge.server.views.gate import Measurement, Threshold
-        >>> gate_status([GateResult(Threshold("psnr", 20.0), Measurement(25.0, "worst of 16"))])
-        1
-    """
+    """Return the exit status: 0 passed, 1 failed, 4 updates never attacked, 3 not measured."""
     outcomes = {result.outcome for result in results}
     statuses: dict[Outcome, int] = {"failed": FAILED, "incomplete": INCOMPLETE, "not measured": INAPPLICABLE}
     return next((status for outcome, status in statuses.items() if outcome in outcomes), 0)

@@ -33,7 +33,6 @@ def one_thread() -> Iterator[None]:
 
 
 def environment() -> dict[str, object]:
-    """Return versions and hardware, as kept with a run's results."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

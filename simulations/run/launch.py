@@ -96,7 +96,6 @@ class TrainingProcess(OwnProcess):
         super().__init__(run, "flower.log", *command, at_our_death=signal.SIGKILL)
 
     def verify(self) -> None:
-        """Raise TrainingFailed if it ended in a failure."""
         if self.status() != 0:
             raise TrainingFailed(self.blame("the federation failed"))
 

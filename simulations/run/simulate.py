@@ -100,8 +100,6 @@ def _train(run: Run, ledger: Ledger, supervisor: "AuditSupervisor", interrupt: I
 
 
 class AuditSupervisor:
-    """Supervises the attack service: shows its state, ends it."""
-
     def __init__(self, run: Run, view: View, interrupt: Interrupt) -> None:
         self.run, self.view, self.interrupt = run, view, interrupt
         self.service: OwnProcess | None = None

@@ -1,13 +1,5 @@
 """The statistics of a client's batch, as the buffers that it returns tell them: BatchNorm's own, and an attack that uses them."""
 
-import warnings
-
-import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.clientapp  # noqa: F401
-
 from collections.abc import Callable
 from typing import Any
 

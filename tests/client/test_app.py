@@ -1,23 +1,16 @@
 """The ClientApp: a message in, the protocol's update out."""
 
-import warnings
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.clientapp  # noqa: F401
-
 from typing import Any
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import Tensor
 
 from fedgauge.client.app import STRAGGLED, app
 from fedgauge.client.federation import Federation, federation
 from fedgauge.client.protocol import Protocol
+from tests.wire import travel
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -33,11 +26,6 @@ NOISY = [SGD, {"use": "gaussian", "sigma": 0.01}]
 def protocol(**changes: Any) -> Protocol:
     tables = {"seed": 3, "rounds": 5, "clients": 3, "data": DATA, "model": MLP, "chain": [SGD]}
     return Protocol.from_tables(tables | changes)
-
-
-def travel(message: Message) -> Message:
-    """What arrives of a message, through Flower's own serialization."""
-    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
 
 
 def context(agreed: Protocol, client: int) -> Context:

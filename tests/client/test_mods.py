@@ -1,11 +1,5 @@
 """Defenses as Flower mods: theta + defense(weights - theta), in anybody's ClientApp."""
 
-import warnings
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.clientapp  # noqa: F401
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +7,6 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import Generator, Tensor
 
 from fedgauge.client.chain import chain
@@ -25,6 +17,7 @@ from fedgauge.client.update import Update, UpdateFn
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.sign import sign
+from tests.wire import travel
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -32,10 +25,6 @@ COUNT = "num_batches_tracked"
 THETA = {"weight": torch.tensor([[1.0, -2.0], [0.5, 4.0]]), "bias": torch.tensor([3.0, 0.0]), COUNT: torch.tensor(7)}
 # the update is 3 in one weight and 4 in one bias: its norm is 5
 TRAINED = {"weight": torch.tensor([[4.0, -2.0], [0.5, 4.0]]), "bias": torch.tensor([3.0, 4.0]), COUNT: torch.tensor(9)}
-
-
-def travel(message: Message) -> Message:
-    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
 
 
 def answer(mods: list[Mod], content: RecordDict | Error | None = None, **sent: Any) -> Message:

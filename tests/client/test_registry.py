@@ -25,7 +25,6 @@ OURS = [(group, name, value) for group, table in PYPROJECT.items() for name, val
 # functions that return such an object, and are no components: they choose or find one
 HELPERS = {
     "build_model",
-    "build_secure_sum",
     "build_servers_model",
     "build_strategy",
     "head",

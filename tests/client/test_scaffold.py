@@ -1,13 +1,5 @@
 """SCAFFOLD's clients: a plain loop of server and clients finds the same weights, and the server knows each control variate."""
 
-import warnings
-
-import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.clientapp  # noqa: F401
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,5 @@
 """Layers that never travel: a plain loop of FedBN finds the same updates, and what an attacker takes them for is said."""
 
-import warnings
-
-import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.clientapp  # noqa: F401
-
 from collections.abc import Callable
 from typing import Any
 

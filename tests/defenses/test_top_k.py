@@ -1,13 +1,5 @@
 """Top-k with error feedback: what is kept, what is remembered, and how a federation's clients remember it."""
 
-import warnings
-
-import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.clientapp  # noqa: F401
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,26 +1,18 @@
 """What hostile input is tried on: a validator with one honest client beside, and how much is tried."""
 
 import os
-import warnings
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.serverapp
-
 from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp.strategy import FedAvg
 from hypothesis import HealthCheck, settings
 
 from fedgauge.server.strategy.reply_checks import CheckedStrategy, RoundReplies
 from fedgauge.simulations.run.in_memory import MemoryGrid, flower
+from tests.wire import travel
 
-assert flwr.serverapp  # the import is the point
 EXAMPLES = int(os.environ.get("FEDGAUGE_FUZZ", "100"))  # at each place
 settings.register_profile(
     "fuzz",
@@ -55,15 +47,10 @@ class Doorway:
             FedAvg(1.0, 0.0, 1, 0, clients), self.intakes.append, seed=1, clients=grid.clients
         )
         sent = self.validator.configure_train(1, ArrayRecord(self.PARAMS), ConfigRecord(), grid)
-        self.asked = {grid.clients[m.metadata.dst_node_id]: self.travel(m) for m in sent}
-
-    @staticmethod
-    def travel(message: Message) -> Message:
-        """What arrives of a message: through Flower's own serialization."""
-        return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
+        self.asked = {grid.clients[m.metadata.dst_node_id]: travel(m) for m in sent}
 
     def reply(self, client: int, content: RecordDict) -> Message:
-        return self.travel(Message(content, reply_to=self.asked[client]))
+        return travel(Message(content, reply_to=self.asked[client]))
 
     def honest(self, client: int = 0) -> Message:
         arrays = ArrayRecord({k: Array(t.numpy()) for k, t in self.UPDATE.items()})

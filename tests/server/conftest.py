@@ -1,20 +1,11 @@
 """A federation in memory: real messages, serialized as on the wire, answered by the real client/app.py."""
 
-import warnings
-
-import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.serverapp  # noqa: F401
-
 import json
 import os
 import random
 import shutil
 import subprocess
 import tempfile
-import time
 import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -27,8 +18,6 @@ import tomli_w
 import torch
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
 
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.app import app as client_app
@@ -41,16 +30,13 @@ from fedgauge.server.strategy.reply_checks import AcceptedReply, RoundReplies
 from fedgauge.server.update_recorder import UpdateRecorder
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.launch import child_environment
+from tests.waiting import wait_for
+from tests.wire import travel
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
 
 Tables = dict[str, Any]
 Tamper = Callable[[int, list[Message]], list[Message]]  # (round, replies) -> the replies that arrive
-
-
-def travel(message: Message) -> Message:
-    """What arrives of a message: through Flower's own serialization, so that dtypes and integers are the wire's."""
-    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
 
 
 class MemoryGrid(in_memory.MemoryGrid):
@@ -173,10 +159,7 @@ def run_under_flower(
     superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--port", str(port)]
     process = processes.start(superlink, folder / "superlink.log", env)
     try:
-        deadline = time.monotonic() + 90
-        while not processes.listens(port):
-            assert process.poll() is None and time.monotonic() < deadline, "the SuperLink did not start"
-            time.sleep(0.1)
+        wait_for(lambda: processes.listens(port), 90, process=process)
         federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
         command = ["flwr", "run", str(scratch / "app"), "here", "--stream", "--federation-config", federation]
         told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)

@@ -61,7 +61,8 @@ from fedgauge.server.tap_recorder import AppRecorder
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import foreign_app
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
-from fedgauge.simulations.run.in_memory import flower
+
+pytestmark = pytest.mark.usefixtures("identity")
 
 NODES = 4
 AUDIT = """
@@ -74,13 +75,6 @@ attack = [{ use = "analytic" }]
 audit = { executor = "local" }
 """
 Reply = Callable[[nn.Module, int], RecordDict]
-
-
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    """Outside a run, Flower's messages need to know who writes them."""
-    with flower():
-        yield
 
 
 @pytest.fixture

@@ -28,8 +28,7 @@ from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.chain import chain
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params
-from fedgauge.simulations.benchmarks.__main__ import RESULTS
-from fedgauge.simulations.benchmarks.reporting import Figure, interleaved, keep
+from fedgauge.simulations.benchmarks.reporting import RESULTS, Figure, interleaved, keep
 from fedgauge.simulations.run.environment import one_thread
 from tests.zoo import text
 from tests.zoo.networks import CLASSES, Network, networks

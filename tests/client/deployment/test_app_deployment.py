@@ -1,11 +1,5 @@
 """The ClientApp in a deployment: it does what its owner's file says, and what it says is all that leaves."""
 
-import warnings
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.clientapp  # noqa: F401
-
 import io
 import json
 import tracemalloc
@@ -18,8 +12,6 @@ import pytest
 import tomli_w
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import Tensor
 
 from fedgauge.client import app as module
@@ -29,6 +21,7 @@ from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import REASON, WITHHELD
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.psnr import match, psnr_of
+from tests.wire import travel
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -59,11 +52,6 @@ def write(tmp_path: Path) -> Write:
 def protocol(**changes: Any) -> Protocol:
     tables = {"seed": 3, "rounds": 5, "clients": 3, "data": DATA, "model": MLP, "chain": [SGD]}
     return Protocol.from_tables(tables | changes)
-
-
-def travel(message: Message) -> Message:
-    """What arrives of a message, through Flower's own serialization."""
-    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
 
 
 def context(path: Path, agreed: Protocol | None = None, run: int = 1) -> Context:

@@ -1,11 +1,5 @@
 """A guard that inspects: the owner is told, the server gets the usual answer, and what is remembered lies with the client."""
 
-import warnings
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.clientapp  # noqa: F401
-
 from pathlib import Path
 
 import torch

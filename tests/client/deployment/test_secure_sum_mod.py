@@ -1,11 +1,5 @@
 """The secure sum: as a Flower mod, masked integers leave the client, and nothing else does; the ideal one of simulations."""
 
-import warnings
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.clientapp  # noqa: F401
-
 import io
 import os
 import re
@@ -19,18 +13,17 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
 
 from fedgauge.attacks.base import LIMITS
 from fedgauge.client.components import SpecError
+from fedgauge.client.deployment.secure_sum import PairwiseMasking, Record, SecureSumResult
 from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD, read, secure_sum, to_config_record
 from fedgauge.client.federation import Federation
 from fedgauge.client.mods import as_mod
 from fedgauge.client.protocol import Protocol
 from fedgauge.defenses.clip import clip
-from fedgauge.defenses.secure_sum import PairwiseMasking, Record, SecureSumResult
 from fedgauge.server.store.scenario import plan_of
+from tests.wire import travel
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -43,10 +36,6 @@ TERMS = PairwiseMasking(group=3, clip=8.0, threshold=2)
 CLIENTS = (5, 6, 7)
 AGAIN = "asked to {} again in a session"
 Train = Callable[[Message, Context], RecordDict | Error]
-
-
-def travel(message: Message) -> Message:
-    return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
 
 
 def trained(node: int, **changes: Any) -> RecordDict:

@@ -1,13 +1,5 @@
 """A malicious server in a real federation: who gets what, what the tape keeps of it, what is averaged, what it wins."""
 
-import warnings
-
-import fedgauge.client  # noqa: F401  (mends torchvision before anything can import it)
-
-with warnings.catch_warnings():  # typer asks click for names that Click 9 will drop
-    warnings.filterwarnings("ignore", "'click.utils.get_.*_stream' is deprecated", DeprecationWarning)
-    import flwr.clientapp  # noqa: F401
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
 from fedgauge.client.components import SpecError
+from fedgauge.client.deployment.secure_sum import PairwiseMasking
 from fedgauge.client.deployment.secure_sum_mod import RECORD, secure_sum
 from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import REASON, WITHHELD
-from fedgauge.defenses.secure_sum import PairwiseMasking
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger

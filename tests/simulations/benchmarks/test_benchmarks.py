@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fedgauge.client.models.vision import lenet
-from fedgauge.simulations.benchmarks.__main__ import RESULTS
 from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, PUBLISHED, SMOOTH, SpeedCase, engine, problem
-from fedgauge.simulations.benchmarks.reporting import Figure, keep
+from fedgauge.simulations.benchmarks.reporting import RESULTS, Figure, keep
 from tests.zoo.measure import SETTINGS, figures_of
 
 

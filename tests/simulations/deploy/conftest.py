@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,13 +38,6 @@ def local(fresh: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalD
 def program(local: LocalDeployment, name: str, code: str, restart: str = "unless-stopped") -> None:
     local.services[name] = Service((sys.executable, "-c", code), restart)  # type: ignore[arg-type]
     local.begin(name)
-
-
-def wait_for(condition: object, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 SLEEP = "import time; time.sleep(120)"

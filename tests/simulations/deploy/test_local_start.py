@@ -22,7 +22,8 @@ from fedgauge.simulations.deploy.supervisor import LocalDeployment
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.launch import TrainingFailed
-from tests.simulations.deploy.conftest import SLEEP, linux, program, wait_for
+from tests.simulations.deploy.conftest import SLEEP, linux, program
+from tests.waiting import wait_for
 
 
 def test_a_run_that_cannot_go_on_is_reported_before_anything_is_started(

@@ -9,7 +9,8 @@ from fedgauge.simulations.deploy import supervisor
 from fedgauge.simulations.deploy.supervisor import LocalDeployment
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.launch import TrainingFailed
-from tests.simulations.deploy.conftest import SLEEP, linux, program, wait_for
+from tests.simulations.deploy.conftest import SLEEP, linux, program
+from tests.waiting import wait_for
 
 
 @linux

@@ -28,7 +28,7 @@ from fedgauge.simulations.deploy.folder import DEMO, Deployment
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.exit_status import exit_status
-from tests.simulations.deploy.conftest import wait_for
+from tests.waiting import wait_for
 
 OWN_NETS = """
 from torch import nn

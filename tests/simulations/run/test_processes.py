@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fedgauge.simulations.run.processes import MARK, end, is_running, start, sweep
+from tests.waiting import wait_for
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and asks for the parent-death signal: Linux")
 
@@ -33,13 +34,6 @@ stray.stdout.readline()
 print(stray.pid, flush=True)
 {SLEEP}
 """
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 class Launch:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from fedgauge.simulations.run import simulate as module
 from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
 from fedgauge.simulations.run.simulate import Interrupt, simulate
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # the attack service is a process of its own, which loads torch
 
@@ -64,13 +64,6 @@ def trains(monkeypatch: pytest.MonkeyPatch, work: Callable[[Ledger, Interrupt], 
         work(ledger, interrupt)
 
     monkeypatch.setattr(module, "_train", train)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def test_an_attack_service_that_dies_is_reported_with_the_end_of_its_log(

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from fedgauge.client.collusion import Tolerance, check_threshold, tolerance
 from fedgauge.client.components import Checked, Positive, Range
-from fedgauge.client.deployment.secure_sum_terms import Record, SecureSum, Train, Value, Vector
-from fedgauge.defenses.shared_secrets import (
+from fedgauge.client.deployment.shared_secrets import (
     SECRET,
     agreed,
     expand_seed,
@@ -46,6 +45,10 @@ MOST_CLIENTS = (2**64 - 1) // (MOST_EXAMPLES * LEVELS)  # in a sum of 64 bits
 
 Parsed = TypeVar("Parsed")
 Integers = NDArray[np.uint64]
+Vector = NDArray[np.float64]
+Value = int | str | bytes | list[int] | list[bytes] | NDArray[Any]
+Record = dict[str, Value]  # a message, or what a client keeps
+Train = Callable[[], tuple[Vector, int]]  # -> a finished update, flat, and the number of its examples
 
 
 class Refused(ValueError):
@@ -104,7 +107,7 @@ class ClientSession:
 
 
 @dataclass(frozen=True)
-class PairwiseMasking(Checked, SecureSum):
+class PairwiseMasking(Checked):
     """The protocol, with the terms that all parties agree on beforehand: a client accepts no other terms from a server.
 
     An update's entries are clipped to [-clip, clip] and rounded to evenly spaced levels with zero among them, which moves an

@@ -49,7 +49,6 @@ def expand_seed(seed: bytes, size: int) -> NDArray[np.uint64]:
 
 
 def public_key(key: bytes) -> bytes:
-    """The public part of an X25519 key."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     return X25519PrivateKey.from_private_bytes(key).public_key().public_bytes_raw()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.stats import chi2
 
 from fedgauge.client.collusion import Tolerance, promised_colluders
-from fedgauge.defenses.secure_sum import (
+from fedgauge.client.deployment.secure_sum import (
     LEVELS,
     MOST_EXAMPLES,
     SHARE,
@@ -28,7 +28,7 @@ from fedgauge.defenses.secure_sum import (
     Vector,
     _tag,
 )
-from fedgauge.defenses.shared_secrets import (
+from fedgauge.client.deployment.shared_secrets import (
     PRIME,
     SECRET,
     evaluate_polynomial,
@@ -683,8 +683,3 @@ def test_wrong_shares_spoil_no_sum_unnoticed() -> None:
 
     with pytest.raises(ValueError, match="secret"):
         Group(FIVE, updates(size=2)).sum(tamper=spoil)
-
-
-def test_a_group_of_fewer_than_the_threshold_has_no_sum() -> None:
-    with pytest.raises(TooFewSurvivors):
-        Group(FIVE, updates(2)).sum()
