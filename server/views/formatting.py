@@ -97,6 +97,5 @@ def listed(parts: Sequence[str], most: int, between: str = "; ") -> str:
 
 
 def shortened(reason: str) -> str:
-    """Shorten a client's message to one line."""
     words = " ".join(reason.split())
     return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."
