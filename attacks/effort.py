@@ -66,11 +66,11 @@ def _readable(fed: Federation) -> bool:
 
 
 def _separable(fed: Federation) -> bool:
-    """Return whether fewer labelled images than classes are behind an undefended update of one step, or a group's sum."""
+    """Return whether fewer labelled images than classes are behind an update of one step, or a group's sum."""
     dataset, chain = fed.shards.dataset, fed.chain
     images = dataset.labelled and bool(dataset.mean) and not dataset.y.is_floating_point()
     fewer = fed.shards.batch_size * len(fed.protocol.groups(1)[0]) < dataset.classes
-    hidden = bool(chain.hidden) or noise_is_known(fed) or _has(fed, StochasticLayer)
+    hidden = bool(chain.hidden) or _has(fed, StochasticLayer)
     return images and fewer and chain.local.one_gradient and not hidden
 
 

@@ -253,7 +253,7 @@ def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, 
     weight, bias = (None if k not in update else -_exact(update[k]) / known.scale for k in (of_weight, of_bias))
     layer, offset = _exact(params[of_weight]), _exact(params.get(of_bias, torch.zeros(1)))
     assert weight is not None
-    exact = _literal(update, params, known)
+    exact = literal(update, params, known)
     if known.batch_size == 1:
         return solved(weight, bias, layer, offset, known, outputs, exact)
     mean = is_mean(known.loss, known.classes, known.label_kind)
@@ -346,7 +346,7 @@ def _restored(
         return _even(known)
     before, after = _systems(update, params, known, outputs)
     system = ((before + after) / 2 if averaged else before).numpy()
-    if _literal(update, params, known) and is_mean(known.loss, known.classes, known.label_kind):
+    if literal(update, params, known) and is_mean(known.loss, known.classes, known.label_kind):
         return _labels(_counts(system, (bias * (known.batch_size / known.scale)).numpy(), known.batch_size))
     return _labels(_counts_of_direction(system, bias.numpy(), known.batch_size))
 
@@ -377,7 +377,7 @@ def _system(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return predictions.T - torch.eye(len(bias), dtype=torch.float64)
 
 
-def _literal(update: Update, params: Params, known: Knowledge) -> bool:
+def literal(update: Update, params: Params, known: Knowledge) -> bool:
     """Return whether the update equals -scale times one mean gradient: the chain limits no gradient this large.
 
     Tested on the chain itself with a nearly constant gradient. Its norm is B times the mean's, since single examples'

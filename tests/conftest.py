@@ -119,21 +119,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def seed_everything() -> None:
-    """What a test draws without a generator of its own does not depend on the tests before it."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """What a test or a fixture draws without a generator of its own does not depend on the tests before it."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_fixture_setup() -> None:
-    seed_everything()  # which of several tests makes what they share depends on their order
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call() -> None:
-    seed_everything()
+pytest_fixture_setup = pytest_runtest_call
 
 
 @pytest.fixture(scope="session")

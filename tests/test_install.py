@@ -7,12 +7,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 import uuid
 import venv
 import zipfile
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.launch import child_environment
 from tests.server.strategy.test_foreign_app import write_audit
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("client", "defenses", "attacks", "server", "simulations")
@@ -166,7 +165,7 @@ def test_a_foreign_app_is_recorded_under_flower(python: Path, folder: Path, tmp_
     superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--port", str(port)]
     process = processes.start([str(python.parent / superlink[0]), *superlink[1:]], tmp_path / "superlink.log", env)
     try:
-        wait(lambda: processes.listens(port), 90, process)
+        wait_for(lambda: processes.listens(port), 90, process=process)
         federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
         flwr = [str(python.parent / "flwr")]
         config = f'audit="{record.parent / "audit.toml"}" record-to="{record}" examples=1'
@@ -192,10 +191,3 @@ def test_a_foreign_app_is_recorded_under_flower(python: Path, folder: Path, tmp_
     places = [(round, client, "accepted") for round in (1, 2) for client in (0, 1)]
     assert [(row["round"], row["client"], row["status"]) for row in rows] == places
     assert all(row["digest"] for row in rows)
-
-
-def wait(ready: Callable[[], bool], seconds: float, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert process.poll() is None and time.monotonic() < deadline, "the SuperLink did not start"
-        time.sleep(0.1)

@@ -1,14 +1,22 @@
-"""Waits for what other threads and processes do."""
+"""Wait for what another process or thread does."""
 
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
 
-def wait_for(look: Callable[[], Any], seconds: float = 60.0, what: str = "it") -> Any:
-    """The first result of `look` that counts as true."""
+def wait_for(
+    look: Callable[[], Any],
+    seconds: float = 240.0,
+    what: str = "it",
+    process: subprocess.Popen[Any] | None = None,
+    pause: float = 0.05,
+) -> Any:
+    """What a look gives once it is true; a busy machine has time for it, and a process must not end before."""
     deadline = time.monotonic() + seconds
     while not (found := look()):
+        assert process is None or process.poll() is None, f"the process ended before {what}"
         assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
+        time.sleep(pause)
     return found

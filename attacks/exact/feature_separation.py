@@ -1,8 +1,8 @@
 """Separates a batch by the last layers' gradients, which determine what these layers read of each example.
 
 The last layer's gradient is a sum of error signals times inputs, of rank B, so the inputs are M R with unknown M (B, B). The error
-signals follow from them and the labels, and the gradient determines M. Each fully connected layer before it is a linear system
-then, as in R-GAP (Zhu and Blaschko, ICLR 2021).
+signals follow from them and the labels, and the gradient determines M, and its own scale behind a clip. Each fully connected layer
+before it is a linear system then, as in R-GAP (Zhu and Blaschko, ICLR 2021).
 """
 
 import math
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.func import jacrev
+from torch.func import jacrev, vmap
 from torch.nn import functional as F
 
 from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Streams, Wave
 from fedgauge.attacks.engine.compatibility import doubled
-from fedgauge.attacks.engine.computation import LayerCall, activation_between, layer_calls, layer_inputs
+from fedgauge.attacks.engine.computation import ACTIVATIONS, LayerCall, activation_between, layer_calls, layer_inputs
 from fedgauge.attacks.engine.gradient_distances import each, squared
 from fedgauge.attacks.engine.optimizers import lbfgs, minimise
 from fedgauge.attacks.exact.analytic import slope_of
@@ -34,14 +34,16 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
 
 LABELS = 64  # sets of labels that are tried
-STARTS = 16  # of the separation; at the first, examples of equal labels are alike
-APART = 0.01  # deviation of the others
-STEPS = 50  # of a separation
-ALL_STEPS = 1_000  # of all starts and sets of labels
-STUCK = 1e6  # damping at which no step helps
-SOLVED = 1e-6  # relative error of the last layer's gradient, below which no other start is tried
-SEPARATED = 1e-3  # above which it is not that of a batch
-OFF = 1e-4  # of the largest input; smaller ones count as a ReLU that was off
+STARTS = 64  # of the separation with the likeliest labels
+ALL_STARTS = 512  # of all sets of labels, if it fails
+SPREAD = 3.0  # deviation of the logits at a start
+STEPS = 100  # of a separation
+SOLVED = 1e-6  # relative error of the last layer's gradient, below which a separation ends
+SEPARATED = 1e-3  # above which it is not that of a batch without noise
+NOISY = 0.03  # of the largest singular value: those beyond the batch's rank, above which noise is not weak
+ROUNDING = 1e-7  # of a gradient in float32, relative to its root mean square
+CERTAIN = (3.0, 10.0, 30.0, 100.0)  # standard deviations from zero, below which a ReLU counts as off at first
+REPEATS = 5  # of a layer, whose inputs show which ReLUs were on
 SHARE = 1e-3  # of the Gaussian prior, where the features do not determine the images
 HISTORY = 50  # of L-BFGS
 
@@ -51,6 +53,7 @@ class feature_separation(EachByItself):
     """A batch of fewer examples than classes, by what the last fully connected layers read of each.
 
     Where these are fewer numbers than an example has, the images also match the gradients, under a Gaussian prior by class.
+    Reads behind a clip of unknown scale. Under weak noise a search by the update's likelihood follows.
     """
 
     needs_derivative = True
@@ -91,7 +94,8 @@ def _read(
     size, pixels = known.batch_size, math.prod(known.shape)
     gradient = {k: -t.double() / known.scale for k, t in alone.alone(0).items()}
     params = {k: t.double() for k, t in alone.params.items()}
-    y, inputs = _inputs(tail, gradient, params, _labels(alone, known, gradient[tail[0][0].bias]))
+    scaled = not labelling.literal(alone.alone(0), alone.params, known)
+    y, inputs = _inputs(tail, gradient, params, _labels(alone, known, gradient[tail[0][0].bias]), scaled)
     features = _Features(1.0, tail[-1][0].name, inputs)
     if features.inputs.shape[1] < pixels:
         objective = Objective(each(squared()), (features, gaussian(2 * SHARE / (size * pixels), by_class=True)))
@@ -108,6 +112,11 @@ def _read(
     start = torch.randn(size, pixels, generator=stream("start", 0)).double()
     found = minimise(evaluate, start, torch.full((size,), budget.iterations), lbfgs(history=HISTORY))
     x, spent = known.examples(found.x.view(-1, *known.shape)).float(), int(found.spent.max())
+    if known.chain.mean != known.chain:  # noise
+        likeliest = GradientMatching(
+            Objective(priors=(gaussian(by_class=True),)), LBFGSSearch(history=HISTORY, double=True)
+        )
+        return likeliest.continued(alone, replace(known, labels=y[None]), budget, [stream], x[None])[0]
     return Reconstruction(x, y, float(found.f.mean()), spent, 0.0, "converged")
 
 
@@ -144,23 +153,35 @@ class _Features(Prior):
 
 
 def _inputs(
-    tail: Sequence[tuple[LayerCall, str]], gradient: Update, params: Params, labels: Iterable[Tensor]
+    tail: Sequence[tuple[LayerCall, str]], gradient: Update, params: Params, labels: Iterable[Tensor], scaled: bool
 ) -> tuple[Tensor, Tensor]:
     """The labels (B,) that explain the last layer's gradient, and what the first layer of the tail reads of each example (B, n).
 
     Raises:
         ValueError: none of the labels explains it.
     """
-    some = list(islice(labels, LABELS))
-    y, best = _explained(tail[0][0], gradient, params, some)
-    if not best.error < SEPARATED:
-        raise ValueError(f"the last layer's gradient is not that of {len(some[0])} examples, up to {best.error:.0e}")
+    some, rng = torch.stack(list(islice(labels, LABELS))), generator("starts of a separation")
+    best = _separated(tail[0][0], gradient, params, some[:1].expand(STARTS, -1), rng, scaled)
+    if not best.explains:
+        every = some.repeat(ALL_STARTS // len(some), 1)
+        best = _separated(tail[0][0], gradient, params, every, rng, scaled)
+    if not best.explains:
+        raise ValueError(f"the last layer's gradient is not that of {some.shape[1]} examples, up to {best.error:.0e}")
     inputs, signals = best.inputs, best.signals
     for (above, activation), (below, _) in pairwise(tail):
-        value = F.hardshrink(inputs, OFF * float(inputs.abs().max()))
-        signals = signals @ params[above.weight] * slope_of(activation, value)
-        inputs = torch.linalg.pinv(signals.T) @ gradient[below.weight]
-    return y, inputs
+        passed = signals @ params[above.weight]
+        deviation = best.noise * torch.linalg.pinv(signals.T).norm(dim=1, keepdim=True)
+        least, wide = math.inf, gradient[below.weight]
+        for certain in CERTAIN:
+            value = inputs * (inputs.abs() > certain * deviation)
+            for _ in range(REPEATS):
+                guess = passed * slope_of(activation, value)
+                read = torch.linalg.pinv(guess.T) @ wide
+                value = ACTIVATIONS[activation](F.linear(read, params[below.weight], params.get(below.bias)))
+                if (rest := float((guess.T @ read - wide).norm())) < least:
+                    least, found = rest, (read, guess)
+        inputs, signals = found
+    return best.labels, inputs
 
 
 class _Separation(NamedTuple):
@@ -168,71 +189,77 @@ class _Separation(NamedTuple):
 
     Args:
         error: of the layer's gradient, relative.
-        steps: what it took.
+        explains: the error is rounding's, or that of weak noise.
+        noise: standard deviation of the gradient's entries.
     """
 
     error: float
+    explains: bool
+    noise: float
+    labels: Tensor
     inputs: Tensor
     signals: Tensor
-    steps: int
 
 
-def _explained(
-    last: LayerCall, gradient: Update, params: Params, labels: Sequence[Tensor]
-) -> tuple[Tensor, _Separation]:
-    """The labels with the least error, and their separation; of several, those that are far off get one start."""
-    best, y, spent = _Separation(math.inf, torch.empty(0), torch.empty(0), 0), labels[0], 0
-    rng = generator("starts of a separation")
-    for guess in labels:
-        for attempt in range(STARTS):
-            found = _separated(last, gradient, params, guess, rng if attempt else None)
-            spent += found.steps
-            if found.error < best.error:
-                best, y = found, guess
-            if best.error < SOLVED or spent > ALL_STEPS:
-                return y, best
-            if found.error > SEPARATED and len(labels) > 1:
-                break
-    return y, best
-
-
-def _separated(last: LayerCall, gradient: Update, params: Params, y: Tensor, rng: Generator | None) -> _Separation:
-    """Separate examples with labels y.
+def _separated(
+    last: LayerCall, gradient: Update, params: Params, y: Tensor, rng: Generator, scaled: bool
+) -> _Separation:
+    """Separate examples with labels y (N, B), each from a random start; return the best separation.
 
     Args:
-        rng: of a start at which examples of equal labels differ; None: they are alike.
+        scaled: the gradient has an unknown factor, which the error signals then have too.
+
+    Raises:
+        ValueError: the gradient's rank is larger.
     """
-    weight, bias, size = params[last.weight], params[last.bias], len(y)
+    weight, bias, size = params[last.weight], params[last.bias], y.shape[1]
     whole = torch.cat([gradient[last.weight], gradient[last.bias][:, None]], 1)  # the bias reads 1 of each example
     left, values, right = torch.linalg.svd(whole, full_matrices=False)
+    beyond = float(values[size:].norm() / values[0])  # no batch of this size explains it
+    if not beyond < NOISY:
+        raise ValueError(f"the last layer's gradient is not that of {size} examples, up to {beyond:.0e}")
     left, right = left[:, :size] * values[:size], right[:size]
     truth, logits = F.one_hot(y, len(weight)).double(), right[:, :-1] @ weight.T
 
-    def signals(mix: Tensor) -> Tensor:
-        return (torch.softmax(mix @ logits + bias, 1) - truth) / size
+    def signals(mix: Tensor, truth: Tensor) -> Tensor:
+        found = (torch.softmax(mix @ logits + bias, 1) - truth) / size
+        made = found.T @ mix
+        return found * ((made * left).sum() / made.square().sum()) if scaled else found
 
-    def off(mix: Tensor) -> Tensor:
-        return torch.cat([((signals(mix).T @ mix - left) / values[0]).flatten(), mix @ right[:, -1] - 1])
+    def off(mix: Tensor, truth: Tensor) -> Tensor:
+        return torch.cat([((signals(mix, truth).T @ mix - left) / values[0]).flatten(), mix @ right[:, -1] - 1])
 
-    near = (torch.softmax(bias, 0) - truth).T / size
-    if rng is not None:
-        near = near + APART * torch.randn(near.shape, generator=rng, dtype=torch.float64)
-    mix, error, steps = _least_squares(off, torch.linalg.pinv(near) @ left)
-    return _Separation(error, mix @ right[:, :-1], signals(mix), steps)
+    guess = torch.softmax(bias + SPREAD * torch.randn(truth.shape, generator=rng, dtype=torch.float64), 2)
+    mix = torch.linalg.pinv((guess - truth).mT) @ left
+    mix = mix / (mix @ right[:, -1])[..., None]
+    mix, error = _least_squares(off, mix, truth)
+    best = int(error.argmin())
+    rest = error[best] * values[0] / math.sqrt(size * (len(whole) + 1 - size))
+    noise = float(rest.hypot(ROUNDING * whole.square().mean().sqrt()))
+    found = mix[best] @ right[:, :-1], signals(mix[best], truth[best])
+    return _Separation(float(error[best]), float(error[best]) < max(SEPARATED, beyond), noise, y[best], *found)
 
 
-def _least_squares(off: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, float, int]:
-    """Minimise |off(x)| by Levenberg and Marquardt's method from x: the point, its error and the steps, at most STEPS."""
-    rest, damping, steps = off(x), 1e-3, 0
-    while steps < STEPS and damping < STUCK and float(rest.norm()) > SOLVED / 100:
-        steps += 1
-        slope = jacrev(off)(x).flatten(1)
-        square = slope.T @ slope
-        damped = square + damping * square.diag().clamp_min(1e-30).diag()
-        other = x - torch.linalg.solve_ex(damped, slope.T @ rest).result.view_as(x)  # not finite: no step
-        changed = off(other)
-        if bool(changed.square().sum() < rest.square().sum()):
-            x, rest, damping = other, changed, damping / 10
-        else:
-            damping *= 10
-    return x, float(rest.norm()), steps
+def _least_squares(off: Callable[[Tensor, Tensor], Tensor], x: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    """Minimise |off(x, given)| from each of N points by Levenberg and Marquardt's method, until one is solved.
+
+    Returns:
+        The N points and their errors.
+    """
+    every, slopes = vmap(off), vmap(jacrev(off))
+    rest, damping = every(x, given), x.new_full((len(x), 1, 1), 1e-3)
+    for _ in range(STEPS):
+        slope = slopes(x, given).flatten(2)
+        square = slope.mT @ slope
+        damped = square + damping * square.diagonal(dim1=1, dim2=2).clamp_min(1e-30).diag_embed()
+        step = torch.linalg.solve_ex(damped, slope.mT @ rest[..., None]).result  # not finite: no step
+        other = x - step.view_as(x)
+        changed = every(other, given)
+        better = changed.square().sum(1) < rest.square().sum(1)
+        x, rest = torch.where(better[:, None, None], other, x), torch.where(better[:, None], changed, rest)
+        damping = (damping * torch.where(better, 0.1, 10.0)[:, None, None]).clamp_min(1e-12)
+        error = rest.norm(dim=1).nan_to_num(math.inf)
+        best = error.argmin()
+        if error[best] < SOLVED and not better[best]:
+            break
+    return x, error

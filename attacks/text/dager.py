@@ -11,7 +11,7 @@ block of a classifier then judges sentences if the second cannot: its query has 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, islice, product, takewhile
 from typing import Literal
@@ -35,7 +35,8 @@ Maps = Literal["query", "attention"]
 SAME_INPUT = 1e-5  # relative difference up to which a word's inputs in two positions are one
 SETS = 8  # sets of sentences that are tried where more sentences came near than the batch has
 EXHAUSTIVE = 512  # combinations of words up to which each is tried
-TRIES = 3  # searches in a row that may find no sentence beyond doubt
+TRIES = 8  # searches in a row that may find no sentence beyond doubt
+MOST_MEASURED = 20_000  # sentences of a search, each counted once
 SPARE = 2  # sentences more than the batch has, from which sets of sentences are made
 
 Ids = tuple[int, ...]
@@ -140,6 +141,7 @@ class _SentenceSearch:
     positions: int
     rng: Generator
     deadline: Deadline
+    known: Distances = field(default_factory=dict)  # of all sentences so far
 
     @property
     def size(self) -> int:
@@ -150,6 +152,11 @@ class _SentenceSearch:
         """The relative size of a vector's own rounding, as the spans see it."""
         eps: float = torch.finfo(next(iter(self.verifier.update.values())).dtype).eps
         return eps * math.sqrt(self.verifier.model.width) * (self.spans.stretch if self.spans else 1.0)
+
+    @property
+    def certain(self) -> float:
+        """The mean distance up to which a sentence is beyond doubt."""
+        return max(self.rounding, TOLERANCE)
 
     def distances(self, sentences: Sequence[Ids]) -> Tensor:
         """The distances (N, L), zero behind a sentence's end."""
@@ -164,6 +171,9 @@ class _SentenceSearch:
             measured = self.spans.distance(layer_inputs(model, self.verifier.params, parts, x)[0]).cpu()
             distances.append(F.pad(measured * (x != model.pad), (0, length - x.shape[1])))
         return torch.cat(distances)
+
+    def over(self) -> bool:
+        return self.deadline.over() or len(self.known) >= MOST_MEASURED
 
     def read(self, near: Sequence[Sequence[tuple[float, int]]], worst: float) -> tuple[Batch, float]:
         """The sentences, and the relative error that they leave.
@@ -197,7 +207,7 @@ class _SentenceSearch:
 
         In an encoder every word changes every input, and a sentence with one wrong word is nearer than one with two: words are
         exchanged for those that bring the sentence nearest, until no exchange helps. The words of a sentence that was found
-        leave the pool, unless a position has fewer words than there are sentences.
+        leave the pool, unless a position has fewer words than there are sentences. It ends after MOST_MEASURED sentences.
 
         Args:
             words: candidates of each position, the nearest first.
@@ -205,13 +215,13 @@ class _SentenceSearch:
         passed: list[Ids] = []  # beyond doubt
         near: dict[Ids, float] = {}
         idle = 0
-        while len(passed) < self.size and not self.deadline.over():
+        while len(passed) < self.size and not self.over():
             before = len(passed)
             for length in self._lengths(words):
                 found = self._search(words[:length], passed, idle)
                 close = {ids: mean for ids, (mean, worst) in found.items() if worst <= LOOSEST}
                 near.update(close)
-                passed += [ids for ids, mean in close.items() if mean <= self.rounding and ids not in passed]
+                passed += [ids for ids, mean in close.items() if mean <= self.certain and ids not in passed]
                 if len(passed) >= self.size:
                     break
             idle = 0 if len(passed) > before else idle + 1
@@ -259,25 +269,25 @@ class _SentenceSearch:
         return self._descend(drawn, pool if idle else fresh)
 
     def _measured(self, sentences: Sequence[Ids]) -> Distances:
-        if not sentences:
-            return {}
-        count = self.positions
-        distances = self.distances(sentences)[:, :count]
-        sums, worst = distances.sum(1).tolist(), distances.amax(1).tolist()
-        return {ids: (s / min(len(ids), count), w) for ids, s, w in zip(sentences, sums, worst, strict=True)}
+        if new := [ids for ids in dict.fromkeys(sentences) if ids not in self.known]:
+            count = self.positions
+            distances = self.distances(new)[:, :count]
+            sums, worst = distances.sum(1).tolist(), distances.amax(1).tolist()
+            for ids, total, largest in zip(new, sums, worst, strict=True):
+                self.known[ids] = total / min(len(ids), count), largest
+        return {ids: self.known[ids] for ids in sentences}
 
     def _descend(self, sentences: list[Ids], pool: Sequence[Sequence[int]]) -> Distances:
         """Exchange words of each sentence for better ones, until a whole pass brings no sentence nearer."""
         best, before = self._measured(sorted(set(sentences))), None
         moves = [partial(_exchanged, position=i, words=words) for i, words in enumerate(pool) if len(words) > 1]
-        while before != best and not self.deadline.over():
+        while before != best and not self.over():
             before = best
             for move in [*moves, partial(_swapped, pool=pool)]:
                 made = {ids: move(ids) for ids in best}
-                known = self._measured([other for some in made.values() for other in some]) | best
-                nearest = [min([ids, *some], key=lambda i: known[i][0]) for ids, some in made.items()]
-                best = {ids: known[ids] for ids in nearest}
-                if any(mean <= self.rounding for mean, _ in best.values()):
+                self._measured([other for some in made.values() for other in some])
+                best = self._measured([min([ids, *some], key=self.known.__getitem__) for ids, some in made.items()])
+                if any(mean <= self.certain for mean, _ in best.values()):
                     return best
         return best
 

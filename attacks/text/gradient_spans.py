@@ -29,7 +29,7 @@ POOL = 4096  # vectors of words in their positions, the nearest to a partial spa
 SAMPLE = 1024  # words by which these vectors are whitened
 RIDGE = 1e-4  # of the mean eigenvalue, in the whitening
 DIRECTIONS = 16  # outside a span, for the cheap test
-GAP = 1e-2  # the largest threshold of a span that has all inputs: others of them may be lost in the same noise
+GAP = 1e-2  # the largest threshold of a span that has all inputs: noise may hide others, unless the span has a dimension for each
 STEPS = 100  # of the search for a sparse explanation
 COOLING = 0.75  # of its noise in a step
 COLDEST = 1e-13  # variance of the noise, of unit vectors
@@ -250,7 +250,9 @@ def block_span(
     inner_rows = [update[a] for a, _ in factors]
     rows, (rank, width) = sum(map(len, inner_rows)), params[factors[0][0]].shape
     inner = span(inner_rows, min(most, rows), rng)
-    if inner is not None and (len(inner.basis) < rows or rows >= most) and inner.threshold <= GAP:
+    if inner is not None and (
+        len(inner.basis) == most or (len(inner.basis) < rows or rows >= most) and inner.threshold <= GAP
+    ):
         return _with_margin(inner, margin)
     seen = [span([update[b]], min(most, rank), rng, params[a]) for a, b in factors]
     views = [view for view in seen if view is not None]

@@ -1,23 +1,29 @@
-"""`fedgauge runs` and `prune`: list runs, delete what is old."""
+"""`fedgauge runs`, `stop` and `prune`: list runs, end one, delete what is old."""
 
 import argparse
+import os
+import signal
 import time
+from contextlib import suppress
 
 from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import RunBusy
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import in_unit
-from fedgauge.server.views.snapshot import run_line, tables_of
+from fedgauge.server.views.notices import notices
+from fedgauge.server.views.snapshot import read_once, run_line, tables_of
 from fedgauge.server.views.tables import Table
-from fedgauge.simulations.cli.finding_runs import all_runs, find_runs
+from fedgauge.simulations.cli.finding_runs import all_runs, find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, days, path, tell
 from fedgauge.simulations.cli.run_summary import wide_console
 from fedgauge.simulations.reports.terminal import rich_table
-from fedgauge.simulations.run.exit_status import MISTAKE
+from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 
 def add_to(commands: Commands) -> None:
     commands.add(runs, with_run=False)
+    text = "for attacks in flight (default: 120)"
+    commands.add(stop).add_argument("--patience", type=float, default=120.0, metavar="SECONDS", help=text)
     old = commands.add(prune, with_run=False)
     path(old, "run", "RUN", "default: all of --runs", nargs="*")
     old.add_argument(
@@ -44,6 +50,26 @@ def runs(options: argparse.Namespace) -> int:
         wide_console().print(rich_table(Table.texts("", heads, rows)))
     else:
         tell(f"no runs in {options.runs}; {NO_RUNS}")
+    return 0
+
+
+def stop(options: argparse.Namespace) -> int:
+    run = find_run(options.run, options.runs)
+    holders = {purpose: pid for purpose in ("training", "audit") if (pid := run.holder(purpose)) is not None}
+    if not holders:
+        print(printable(f"{run.name}: nothing is at work"))
+        return 0
+    with suppress(ProcessLookupError):
+        os.kill(next(iter(holders.values())), signal.SIGTERM)  # a driver that still trains parks the audit itself
+    deadline = time.monotonic() + options.patience
+    while any(run.at_work(purpose) for purpose in ("training", "audit")):
+        if time.monotonic() > deadline:
+            tell(f"{run.name} is still finishing its attacks in flight")
+            return FAILED
+        time.sleep(0.2)
+    with read_once(run) as reading:
+        left = [f"{notice.words} {notice.command}" for notice in notices(reading) if notice.command]
+    print(printable(" ".join([f"{run.name}: stopped.", *left])))
     return 0
 
 

@@ -37,6 +37,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "housekeeping_commands": {
         "runs": "list the runs under runs/, newest first.",
+        "stop": "end a run's training and finish the running attacks; `fedgauge audit` can continue it.",
         "prune": "delete updates, reconstructions and reports older than --days or retention_days; keep scores.",
     },
     "scenario_commands": {

@@ -130,7 +130,7 @@ def doctor(options: argparse.Namespace) -> int:
     for result in [*plug_ins, *results]:
         lacks = Text(missing, "red") if result.needed else Text(optional, "yellow")
         mark = Text("not checked", "dim") if result.works is None else Text("ok", "green") if result.works else lacks
-        table.add_row(mark, result.name, Text(result.message))
+        table.add_row(mark, result.name, Text(result.message, overflow="fold"))
     (Console() if sys.stdout.isatty() or file is None else Console(width=160)).print(table)
     broken = MISTAKE if file is not None else FAILED
     return broken if any(result.needed and not result.works for result in results) else 0

@@ -271,7 +271,7 @@ def _proof(
                 words += f"; the draft is not exact in: {', '.join(left_out)}"
             else:
                 words += "; if the app adds noise, name it in the scenario's [[chain]] (gaussian or dp_sgd)"
-            if not left_out or (off > CLOSE and "noise" not in left_out):
+            if not left_out or (off > CLOSE and not {"noise", "autocast"} & {*left_out}):
                 ledger.set_meta(training=words, training_fits="False")
             return words, seconds
         ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")

@@ -122,7 +122,7 @@ class AuditSupervisor:
 
     def verify(self) -> None:
         status = self.service.status() if self.service is not None else 0
-        if status == INTERRUPTED:  # the service alone got a signal
+        if status == INTERRUPTED:  # `fedgauge stop` after the training signals the service only
             self.interrupt.asked = True
         elif self.service is not None and status != 0 and not self.interrupt.asked:
             raise AuditFailed(self.service.blame("the attack service died"))

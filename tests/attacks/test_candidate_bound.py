@@ -93,7 +93,6 @@ def test_no_attack_or_baseline_exceeds_the_bound(
     world: World, noise: str, width: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "LEAST", 0.0)
-    torch.manual_seed(0)
     model = mlp((1, 2, 2), 2, hidden=(3,), activation="tanh")
     params, count = detached_params(model), 600
     known = Knowledge(model, LINKS[noise](width), (1, 2, 2), 2, 1, (0.0,), (1.0,))

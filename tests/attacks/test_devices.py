@@ -38,7 +38,7 @@ FEDERATIONS: Mapping[str, Mapping[str, Any]] = {
         "chain": [{"use": "clip", "max_norm": 1.0, "each": True}, SGD, {"use": "gaussian", "sigma": 0.01}],
     },
     "local steps": {**LENET, "chain": [{"use": "local_sgd", "rate": 0.1, "steps": 2}, {"use": "top_k", "keep": 0.5}]},
-    "soteria": {**LENET, "chain": [{"use": "soteria", "rate": 0.5}, SGD]},
+    "soteria": {"model": MLP, "data": FEW, "chain": [{"use": "soteria", "rate": 0.5}, SGD]},
 }
 
 

@@ -84,7 +84,6 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 def test_the_label_of_one_example_is_always_restored(name: str, digits: Dataset) -> None:
     chosen = torch.randperm(4000, generator=torch.Generator().manual_seed(0))[:64]
     assert set(digits.y[chosen].tolist()) == set(range(10))
-    torch.manual_seed(0)
     model = NETWORKS[name]()
     wave = wave_of(model, digits, [batch_of(digits.x, digits.y, i[None]) for i in chosen])
     assert restore(wave, knowledge(model, 1)).flatten().tolist() == digits.y[chosen].tolist()
@@ -229,7 +228,6 @@ def test_without_a_bias_auto_takes_llg(size: int, digits: Dataset) -> None:
 
 
 def test_looking_at_dummies_leaves_the_model_as_it_was(digits: Dataset) -> None:
-    torch.manual_seed(0)
     model = convnet(SHAPE, 10, width=2).train()
     before = {k: b.clone() for k, b in model.named_buffers()}
     params = detached_params(model)
@@ -262,7 +260,6 @@ def test_an_update_without_information_gives_labels_spread_evenly(method: Method
 
 
 def test_a_wave_is_restored_row_by_row(digits: Dataset) -> None:
-    torch.manual_seed(0)
     model = lenet(SHAPE, 10)
     batches = [batch_of(digits.x, digits.y, torch.arange(i, i + 3)) for i in (0, 100, 200)]
     wave, known = wave_of(model, digits, batches), knowledge(model, 3)

@@ -157,7 +157,6 @@ def test_the_trace_is_of_one_example_of_a_batch(world: tuple[Tensor, GaussianPri
 
 
 def test_forward_mode_agrees_with_autograds_jacobian() -> None:
-    torch.manual_seed(0)
     model = mlp((1, 3, 4), 3, hidden=(6,), activation="tanh").double()
     params = detached_params(model)
     batch = Batch(torch.rand(2, 1, 3, 4, generator=seeded("image"), dtype=torch.float64), torch.tensor([2, 0]))
@@ -234,7 +233,6 @@ def test_a_masks_rows_are_deleted_and_unknown_masks_averaged(world: tuple[Tensor
 
 
 def test_a_known_mask_needs_no_average() -> None:
-    torch.manual_seed(0)
     model = mlp((1, 2, 2), 3, hidden=(5,), activation="tanh").double()
     params, batch = detached_params(model), Batch(torch.rand(1, 1, 2, 2).double(), torch.tensor([1]))
     links = chain(gaussian(0.1), local_sgd(1.0), mask(0.5, seed=3))

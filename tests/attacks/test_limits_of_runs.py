@@ -82,7 +82,6 @@ def test_chains_without_one(links: Chain) -> None:
 
 def test_the_sign_limit_is_of_what_stands_before_the_sign() -> None:
     """The soft sign of the attacker's differentiable form has no part in it, nor has the rate behind the sign."""
-    torch.manual_seed(0)
     model = mlp((1, 2, 2), 3, hidden=(5,), activation="tanh").double()
     params, batch = detached_params(model), Batch(torch.rand(1, 1, 2, 2).double(), torch.tensor([1]))
 

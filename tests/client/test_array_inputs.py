@@ -143,7 +143,6 @@ def test_values_that_are_not_finite_and_networks_of_images_are_named(tmp_path: P
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_recurrent_layers_step_by_step_are_torch_s(cell: Any, both: bool, batch_first: bool) -> None:
-    torch.manual_seed(0)
     layer = cell(3, 4, num_layers=2, bidirectional=both, batch_first=batch_first).double()
     x = torch.rand(5, 6, 3, dtype=torch.float64)
     expected = layer(x)
@@ -167,7 +166,6 @@ class RunSnapshot(nn.Module):
 
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_the_gradients_of_many_recurrent_problems_come_in_one_pass(batch_first: bool) -> None:
-    torch.manual_seed(0)
     model = RunSnapshot(batch_first).double()
     x = torch.rand(4, 2, 2, 6, dtype=torch.float64, requires_grad=True)
     y = torch.tensor([[0, 1], [2, 0], [1, 1], [2, 2]])

@@ -25,7 +25,6 @@ from fedgauge.client.update import Batch
 
 HERE = "tests.client.test_label_kinds"
 SGD = {"use": "local_sgd", "rate": 0.1}
-BCE = {"use": "binary_cross_entropy"}
 
 
 def findings(soft: bool = False, nan: bool = False, constant: bool = False) -> Dataset:

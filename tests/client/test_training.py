@@ -57,7 +57,6 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("track", [True, False])
 def test_running_statistics_move_at_a_client_in_train_mode_alone(training: bool, track: bool) -> None:
-    torch.manual_seed(0)
     model, batch = Normed().double().train(training), examples(6)
     reference = copy.deepcopy(model)
     expected = autograd(reference, params_of(model), batch)
@@ -73,7 +72,6 @@ def test_running_statistics_move_at_a_client_in_train_mode_alone(training: bool,
 
 
 def test_train_mode_batchnorm_can_be_differentiated_twice_under_vmap() -> None:
-    torch.manual_seed(0)
     model = Normed().double().train()
     compute, params, batch = gradient(model), params_of(model), examples(6)
 

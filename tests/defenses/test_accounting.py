@@ -411,7 +411,6 @@ def test_no_example_is_used_oftener_than_is_counted(steps: int, sizes: tuple[int
 ])  # fmt: skip
 def test_a_replaced_record_or_client_moves_no_release_further(links: Chain, whole: bool) -> None:
     """The sensitivities themselves, on a real network with large inputs."""
-    torch.manual_seed(0)
     model = mlp((1, 2, 3), 4, hidden=(5,))
     params, rng, found = detached_params(model), Generator().manual_seed(0), mechanism(links, 4)
     silent = chain(*[link for link in links.links if not isinstance(link, gaussian)])(gradient(model))

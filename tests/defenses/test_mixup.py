@@ -84,8 +84,8 @@ def test_the_client_trains_on_the_blends(make_federation: Callable[..., Federati
 def test_an_attack_is_graded_against_the_originals_and_the_blends(
     make_federation: Callable[..., Federation], observe: Callable[..., Any]
 ) -> None:
-    fed = make_federation(chain=[MIXUP, SGD], data={"batch_size": 2})
-    planned = PlannedAttack("dlg", {"use": "dlg"}, Budget(300))
+    fed = make_federation(chain=[MIXUP, SGD], data={"batch_size": 2}, model={"use": "mlp", "activation": "sigmoid"})
+    planned = PlannedAttack("dlg", {"use": "dlg"}, Budget(100))
     (result,) = Auditor(FederationSource(fed)).audit(planned, observe(fed))
     values = {m: [r.value for r in result.rows if r.metric == m] for m in ("psnr", "psnr_augmented")}
     assert len(values["psnr"]) == len(values["psnr_augmented"]) == 2

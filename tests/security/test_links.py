@@ -26,6 +26,7 @@ COMMANDS: dict[str, list[str]] = {
     "prune": ["prune", "--days", "0"],
     "report": ["report"],
     "export": ["export"],
+    "stop": ["stop"],
     "gate": ["gate", "--fail-above", "psnr=20"],
     "compare": ["report"],  # with another run
 }
@@ -74,7 +75,7 @@ def put(theirs: Run, name: str, make: Callable[[Path], None]) -> None:
 def test_every_command_refuses_a_link_in_a_sentence(
     theirs: Run, attacked_run: Run, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = "ledger.sqlite"
+    name = {"stop": "audit.lock", "verify": "audit-record.json"}.get(command, "ledger.sqlite")
     own = outside(theirs, name)
     put(theirs, name, lambda here: here.symlink_to(own))
     before = state(own.parent)

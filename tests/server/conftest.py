@@ -6,7 +6,6 @@ import random
 import shutil
 import subprocess
 import tempfile
-import time
 import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +30,7 @@ from fedgauge.server.strategy.reply_checks import AcceptedReply, RoundReplies
 from fedgauge.server.update_recorder import UpdateRecorder
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.launch import child_environment
+from tests.waiting import wait_for
 from tests.wire import travel
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
@@ -159,10 +159,7 @@ def run_under_flower(
     superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--port", str(port)]
     process = processes.start(superlink, folder / "superlink.log", env)
     try:
-        deadline = time.monotonic() + 90
-        while not processes.listens(port):
-            assert process.poll() is None and time.monotonic() < deadline, "the SuperLink did not start"
-            time.sleep(0.1)
+        wait_for(lambda: processes.listens(port), 90, process=process)
         federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
         command = ["flwr", "run", str(scratch / "app"), "here", "--stream", "--federation-config", federation]
         told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)

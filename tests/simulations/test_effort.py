@@ -167,7 +167,7 @@ def test_behind_noise_the_efforts_own_attacks_pass_what_the_labels_tell(
     audit = {"effort": "quick", "executor": "local"}
     run = make_taped(
         tmp_path / "run",
-        Scenario.from_tables(tables(clients=3, data=data, model=CONVSMALL, chain=NOISE, audit=audit)),
+        Scenario.from_tables(tables(data=data, chain=NOISE, audit=audit)),
         1,
     )
     serve(run, LocalExecutor())

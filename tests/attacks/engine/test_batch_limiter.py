@@ -16,7 +16,6 @@ from fedgauge.attacks.matching.recipes import grad_inversion, idlg, inverting_gr
 from tests.attacks.matching.tiny_problems import scene, streams
 
 CPU = torch.device("cpu")
-MEBI = 2**20
 
 
 def test_the_peak_of_a_piece_of_work_by_hand() -> None:

@@ -53,7 +53,6 @@ def hears(model: nn.Module, batch: Batch) -> bool:
 @pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 35.0), (torch.float16, 50.0)])
 def test_clients_of_mixed_precision_are_read_to_their_rounding(dtype: torch.dtype, least: float) -> None:
     """Passes under autocast, and single precision in the attack: what is left is the rounding of half precision."""
-    torch.manual_seed(0)
     model, batch = mlp(SHAPE, CLASSES, [16]), example(3)
     params, links = detached_params(model), chain(local_sgd(0.1))
     with torch.autocast("cpu", dtype=dtype):
@@ -119,7 +118,6 @@ def test_a_stack_without_biases_is_inverted_from_its_first_biased_layer_down(
     [chain(local_sgd(0.3, 4)), chain(per_example(clip(0.01)), local_sgd(0.1)), chain(local_sgd(0.1), clip(1e-3))],
 )
 def test_local_steps_and_clipping_hide_nothing(links: Chain) -> None:
-    torch.manual_seed(0)
     exact(attack(mlp(SHAPE, CLASSES), example(1), links), example(1))
 
 
@@ -147,7 +145,6 @@ def test_a_sum_of_examples_is_not_applicable() -> None:
 
 
 def test_a_first_layer_that_learns_nothing_gives_no_image_but_the_label() -> None:
-    torch.manual_seed(0)
     model: Any = mlp(SHAPE, CLASSES)
     with torch.no_grad():
         model[1].bias.fill_(-1e6)  # every unit is dead
@@ -158,7 +155,6 @@ def test_a_first_layer_that_learns_nothing_gives_no_image_but_the_label() -> Non
 
 
 def test_each_observation_of_a_wave_is_read_by_itself() -> None:
-    torch.manual_seed(0)
     model = mlp(SHAPE, CLASSES)
     params, client = detached_params(model), local_sgd(0.1)(gradient(model, normalise=lambda x: (x - 0.13) / 0.31))
     wave = Wave.stack([Observation(1, c, params, client(params, example(c), None)) for c in range(4)])

@@ -15,6 +15,7 @@ from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convsmall, detached_params, lenet, mlp
 from fedgauge.client.psnr import match
 from fedgauge.client.update import Batch
+from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from tests.attacks.exact.test_recursive import BARE, CLASSES, MEAN, STD, normalise, smooth
 
@@ -43,19 +44,34 @@ def worst(own: Batch, result: Reconstruction) -> float:
 @pytest.mark.parametrize("labels", [[3], [1, 4, 7, 8], [2, 5, 5, 0]], ids=["one", "distinct", "equal"])
 @pytest.mark.parametrize("make", [lambda: convsmall(SHAPE, CLASSES), lambda: mlp(SHAPE, CLASSES, [64, 32])])
 def test_features_of_a_batch_determine_its_images(make: Callable[[], nn.Module], labels: list[int]) -> None:
-    torch.manual_seed(0)
     own = batch(labels)
     assert worst(own, attack(make(), own)) > 40
 
 
 def test_few_features_are_matched_together_with_the_gradients() -> None:
-    torch.manual_seed(0)
     own = batch([1, 4])
     assert worst(own, attack(lenet(SHAPE, CLASSES), own)) > 20
 
 
-def test_noise_and_too_many_examples_are_declined() -> None:
+@pytest.mark.parametrize("defense", [chain(local_sgd(0.1), clip(0.01)), chain(gaussian(1e-4), local_sgd(0.1))])
+def test_a_clip_of_unknown_scale_and_weak_noise_are_read(defense: Chain) -> None:
     torch.manual_seed(0)
+    own = batch([1, 4, 7])
+    assert worst(own, attack(convsmall(SHAPE, CLASSES), own, defense)) > 40
+
+
+def test_a_trained_network_is_read() -> None:
+    torch.manual_seed(0)
+    model, own, public = convsmall(SHAPE, CLASSES), batch([1, 4, 7, 8]), batch(list(range(CLASSES)), seed=200)
+    descent = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(30):
+        descent.zero_grad()
+        nn.functional.cross_entropy(model(normalise(public.x)), public.y).backward()
+        descent.step()
+    assert worst(own, attack(model, own)) > 40
+
+
+def test_noise_and_too_many_examples_are_declined() -> None:
     model = convsmall(SHAPE, CLASSES)
     noisy = chain(gaussian(0.1), local_sgd(0.1))
     for own, links in ((batch([1, 4]), noisy), (batch([0] * CLASSES), BARE)):

@@ -96,7 +96,6 @@ def decibels(x: torch.Tensor, found: Reconstruction) -> float:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_one_image_is_read_exactly(name: str) -> None:
-    torch.manual_seed(0)
     x, found = attacked(NETWORKS[name]())
     assert decibels(x, found) > 60 and found.reason == ""
     assert found.y is not None and found.y.tolist() == [0]
@@ -104,13 +103,11 @@ def test_one_image_is_read_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("links", [chain(local_sgd(0.01, 3)), chain(local_sgd(0.1), clip(1e-3))], ids=["steps", "clip"])
 def test_local_steps_and_a_clip_hide_nothing(links: Chain) -> None:
-    torch.manual_seed(0)
     assert decibels(*attacked(timm_vit(), links)) > 60
 
 
 def test_the_system_has_the_image_for_its_solution_on_paper() -> None:
     """dL/dW = D^T X of the layer as it is found, with X the true patches: an identity of the chain rule."""
-    torch.manual_seed(0)
     model = timm_vit().double()
     params, x = {k: p.double() for k, p in detached_params(model).items()}, pictures(1).double()
     known = Knowledge(model, chain(local_sgd(1.0)), SHAPE, CLASSES, 1, (), ())
@@ -123,7 +120,6 @@ def test_the_system_has_the_image_for_its_solution_on_paper() -> None:
 
 
 def test_more_patches_than_width_are_completed_by_public_images() -> None:
-    torch.manual_seed(0)
     model = timm_vit(embed_dim=48)  # 64 patches
     (x, alone), (_, helped) = attacked(model), attacked(model, auxiliary=200)
     assert "of 64 directions of patches exceed the rest" in alone.reason
@@ -131,7 +127,6 @@ def test_more_patches_than_width_are_completed_by_public_images() -> None:
 
 
 def test_noise_takes_the_image_away_bit_by_bit() -> None:
-    torch.manual_seed(0)
     model = timm_vit()
     found = [decibels(*attacked(model, chain(gaussian(s), local_sgd(0.1)), auxiliary=200)) for s in (1e-7, 1e-4, 1.0)]
     mean = float(psnr(pictures(1), pictures(200, 1).mean(0, keepdim=True)))
@@ -160,7 +155,6 @@ def relative() -> nn.Module:
 def test_unreadable_input_is_reported(
     model: Callable[[], nn.Module], images: int, links: Chain | None, reason: str
 ) -> None:
-    torch.manual_seed(0)
     _, found = attacked(model(), links, images)
     assert found.status == "not_applicable" and reason in found.reason
 

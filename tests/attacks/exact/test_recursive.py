@@ -69,7 +69,7 @@ CLIPPED = chain(local_sgd(0.1), clip(1e-2))
 
 @pytest.mark.parametrize(
     ("shape", "links", "n"),
-    [((1, 28, 28), BARE, 3), ((1, 28, 28), CLIPPED, 1), pytest.param((3, 32, 32), CLIPPED, 3, marks=pytest.mark.full)],
+    [((1, 28, 28), BARE, 3), ((1, 20, 20), CLIPPED, 1), pytest.param((3, 20, 20), CLIPPED, 3, marks=pytest.mark.full)],
     ids=["bare", "clipped", "in colour"],
 )
 def test_lenet_is_read_to_60_db(shape: tuple[int, ...], links: Chain, n: int) -> None:
@@ -80,15 +80,15 @@ def test_lenet_is_read_to_60_db(shape: tuple[int, ...], links: Chain, n: int) ->
 @pytest.mark.full
 def test_lenet_after_training_is_read_to_60_db() -> None:
     torch.manual_seed(2)
-    shape = (1, 28, 28)
+    shape = (1, 20, 20)
     check(attack(trained(lenet(shape, CLASSES), shape, 30), smooth(4, shape)), smooth(4, shape), 60.0)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("noise", "least"), [(1e-4, 55.0), (1e-2, 22.0)])
+@pytest.mark.parametrize(("noise", "least"), [(1e-4, 70.0), (1e-2, 31.0)])
 def test_noise_costs_what_its_size_says(noise: float, least: float) -> None:
     torch.manual_seed(1)
-    shape = (1, 28, 28)
+    shape = (1, 20, 20)
     check(attack(lenet(shape, CLASSES), smooth(3, shape), noise=noise), smooth(3, shape), least)
 
 
@@ -137,7 +137,6 @@ def test_batch_norm_average_pools_and_functions_are_read_in_the_order_of_the_com
         def forward(self, x: Tensor) -> Tensor:
             return self.head(F.avg_pool2d(self.norm(self.conv(x)), 2).tanh().view(x.size(0), -1))
 
-    torch.manual_seed(0)
     model = Network().eval()
     assert [stage.name for stage in stages_of(model, SMALL)] == ["conv", "head"]
     check(attack(model, smooth(3, SMALL)), smooth(3, SMALL), 60.0)
@@ -154,7 +153,6 @@ def test_units_that_a_relu_switched_off_are_recognised(seed: int) -> None:
 
 
 def test_a_fully_connected_network_is_read() -> None:
-    torch.manual_seed(0)
     model = mlp(SMALL, CLASSES, [40, 30], "tanh")
     check(attack(model, smooth(3, SMALL)), smooth(3, SMALL), 80.0)
 
@@ -179,7 +177,6 @@ def test_batches_are_declined() -> None:
 @pytest.mark.parametrize("width", [1, 8])
 def test_the_reason_names_the_layer_whose_input_is_not_determined(width: int) -> None:
     """A layer of 1 channel has 25 outputs and 18 gradient entries for 200 pixels; one of 8 channels has enough."""
-    torch.manual_seed(0)
     conv = nn.Conv2d(2, width, 3, padding=1, stride=2)
     result = attack(nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(25 * width, CLASSES)), smooth(3, SMALL))
     assert result.x is not None

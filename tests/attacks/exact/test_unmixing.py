@@ -187,7 +187,6 @@ def test_an_image_seen_twice_is_a_smaller_rank(how: Callable[[], Attack]) -> Non
 
 def test_independence_unmixes_digits_where_no_relu_helps() -> None:
     digits = mnist5k()
-    torch.manual_seed(0)
     model = mlp((1, 28, 28), 10, hidden=[100], activation="tanh")
     values = []
     for first in range(0, 8, 4):

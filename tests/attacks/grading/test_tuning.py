@@ -40,7 +40,7 @@ NOISY = [{"use": "gaussian", "sigma": 0.1}, {"use": "local_sgd", "rate": 0.1}]
 @lru_cache
 def federation(batch_size: int = 2, auxiliary: int = 200) -> Federation:
     data = {"use": "mnist5k", "batch_size": batch_size, "auxiliary": auxiliary}
-    tables = {"rounds": 1, "clients": 4, "data": data, "model": {"use": "convsmall"}, "chain": NOISY}
+    tables = {"rounds": 1, "clients": 4, "data": data, "model": {"use": "lenet"}, "chain": NOISY}
     return Federation(Protocol.from_tables(tables))
 
 
@@ -151,7 +151,7 @@ def test_a_generator_is_searched_under_the_priors_of_pixels() -> None:
 
 
 def test_tuning_finds_a_stronger_prior_under_noise(tmp_path: Path) -> None:
-    fed, seen, budget = federation(), wave(), Budget(60)
+    fed, seen, budget = federation(), wave(), Budget(30)
     known = replace(public_knowledge(fed), labels=torch.stack([fed.batch_at(c, 1).y.sort().values for c in range(4)]))
     tuning = Tuning(ImageModality(fed.shards.dataset), budget, 4, 0, 1, TensorCache(tmp_path))
     best = tuning.of(bayes(), known, seen)
@@ -163,7 +163,7 @@ def test_tuning_finds_a_stronger_prior_under_noise(tmp_path: Path) -> None:
         pairs = [(t.x[t.y.argsort()], f.x) for t, f in zip(truth, found, strict=True)]
         errors.append(sum(float((a - b).square().mean()) for a, b in pairs if b is not None) / 4)
     assert "Gaussian prior" in best[1]
-    assert errors[1] < 0.6 * errors[0], "more than 2 dB"
+    assert errors[1] < 0.5 * errors[0], "more than 3 dB"
 
 
 def test_the_choice_reads_no_update_and_is_made_once(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_differentiable_updates_are_the_noise_free_ones_and_their_slopes_are_rig
 def test_refined_answers_are_nearer_than_the_linear_ones(name: str, batch_size: int) -> None:
     known, wave, truth = digits(CHAINS[name], batch_size)
     linear = ridge_inversion().reconstruct(wave, known, Budget(1), STREAMS)
-    refined = learning_to_invert(architecture="refined").reconstruct(wave, known, Budget(60), STREAMS)
+    refined = learning_to_invert(architecture="refined").reconstruct(wave, known, Budget(30), STREAMS)
     assert error_of(refined, truth) < 0.9 * error_of(linear, truth)
     assert refined[0].objective < linear[0].objective
 

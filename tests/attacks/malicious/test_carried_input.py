@@ -127,7 +127,6 @@ def test_distinct_labels_are_taken_apart_by_a_classifier_of_zeros(
 
 
 def test_images_off_the_grid_are_proven_by_their_update() -> None:
-    torch.manual_seed(0)
     known = knowledge(plain(), 2)
     batch = Batch(torch.rand(2, *SHAPE, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3]))
     found = attacked(known, craft(identity_convolutions(zero=True), known), batch)
@@ -140,7 +139,6 @@ def test_of_one_label_twice_nothing_is_called_exact(
     make: Callable[[bool], ServerAttack], network: Callable[[], nn.Module]
 ) -> None:
     """Whatever the mean of what the classifier read gives back: other images that give the same update are not the client's."""
-    torch.manual_seed(0)
     known, batch = knowledge(network(), 3), pictures(0, [2, 5, 2])
     found = attacked(known, craft(make(True), known), batch)
     assert found.x is not None and found.y is not None, found.reason

@@ -157,7 +157,6 @@ def test_noise_leaves_nothing_that_is_called_exact() -> None:
 
 
 def test_the_block_is_nothing_before_it_is_crafted_and_next_to_nothing_after() -> None:
-    torch.manual_seed(0)
     plain = lenet(SHAPE, CLASSES)
     model, x = imprint_block(plain, SHAPE, 64), (pictures(0, 50) - MEAN[0]) / STD[0]
     assert torch.equal(model(x), plain(x))

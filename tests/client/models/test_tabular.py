@@ -13,7 +13,6 @@ DATA = census("scaled")
 
 
 def test_embedded_categories_are_those_that_a_lookup_gives() -> None:
-    torch.manual_seed(0)
     model: Any = embedding_mlp(DATA.columns, 2, dimension=3)
     x, cells = DATA.x[:20], DATA.columns.cells(DATA.x[:20])
     found = model.categories(x)
@@ -24,7 +23,6 @@ def test_embedded_categories_are_those_that_a_lookup_gives() -> None:
 
 @pytest.mark.parametrize("make", [embedding_mlp, ft_transformer])
 def test_it_learns_the_census_and_treats_rows_separately(make: Any) -> None:
-    torch.manual_seed(0)
     model = make(DATA.columns, 2)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for step in range(60):

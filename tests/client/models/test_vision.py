@@ -49,7 +49,6 @@ def test_convnet_pools_after_its_sixth_and_eighth_convolution() -> None:
 def test_lenet_starts_uniform_between_minus_and_plus_one_half() -> None:
     from scipy.stats import kstest
 
-    torch.manual_seed(0)
     model = vision.lenet(CIFAR, 10)
     drawn = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
     assert np.abs(drawn).max() <= 0.5
@@ -75,7 +74,6 @@ def test_norm_chooses_the_normalisation(name: str, norm: str, layer: type[nn.Mod
 
 @pytest.mark.parametrize(("activation", "function"), [("relu", F.relu), ("sigmoid", F.sigmoid), ("tanh", F.tanh)])
 def test_mlp_is_its_formula(activation: Any, function: Any) -> None:
-    torch.manual_seed(0)
     model = vision.mlp((1, 2, 3), 4, hidden=[5, 7], activation=activation)
     x = torch.rand(3, 1, 2, 3)
     w = [p.detach() for p in model.parameters()]
@@ -135,7 +133,6 @@ def test_resnets_of_inverting_gradients_count_as_by_hand() -> None:
 
 @pytest.mark.parametrize("depth", [18, 20, 32, 34, 50])
 def test_resnets_of_every_depth_compute_and_keep_their_scale(depth: Any) -> None:
-    torch.manual_seed(0)
     model = vision.resnet(CIFAR, 7, depth=depth, width=4)
     assert sum(
         isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1) or isinstance(m, nn.Linear) for m in model.modules()
@@ -147,7 +144,6 @@ def test_resnets_of_every_depth_compute_and_keep_their_scale(depth: Any) -> None
 def test_a_resnet_of_torchvisions_weights_computes_torchvisions_block() -> None:
     """A stage's first block, with its projecting shortcut, against the reference implementation."""
     resnet = pytest.importorskip("torchvision").models.resnet
-    torch.manual_seed(0)
     for depth, kind, fan_in in ((18, resnet.BasicBlock, 4), (50, resnet.Bottleneck, 16)):
         ours = vision.resnet(CIFAR, 10, depth=depth, width=4).get_submodule("layer2.0").train()
         fan_out = 8 * kind.expansion
@@ -159,7 +155,6 @@ def test_a_resnet_of_torchvisions_weights_computes_torchvisions_block() -> None:
 
 
 def test_convsmall_is_its_formula_and_starts_as_flax_does() -> None:
-    torch.manual_seed(0)
     model = vision.convsmall(CIFAR, 10)
     assert parameters(model) == 28 * 32 + (9 * 32 + 1) * 64 + (64 * 64 + 1) * 100 + 1010
     assert parameters(vision.convsmall(MNIST, 10)) == 10 * 32 + (9 * 32 + 1) * 64 + (64 * 49 + 1) * 100 + 1010

@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.dashboard.web import page_server
 from fedgauge.server.store.run import Run
+from fedgauge.simulations.run.processes import free_port
 
 Get = Callable[..., Any]
 
@@ -132,10 +133,3 @@ def listening(app: Starlette, port: int = 0) -> Iterator[str]:
         thread.join(timeout=60)
         opened.close()
     assert not thread.is_alive()
-
-
-def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        port: int = opened.getsockname()[1]
-        return port

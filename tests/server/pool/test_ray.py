@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
 from tests.hostile_folder import hostile
 from tests.listening import LOOPBACK, listening
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -78,10 +78,7 @@ def ray_executor(theirs: Path) -> Iterator[RayExecutor]:
     yield executor
     with quietly():
         executor.close()
-    deadline = time.monotonic() + 60
-    while (left := {p: n for p, n in descendants().items() if p not in before}) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == {}, "Ray's processes outlive the pool"
+    wait_for(lambda: descendants().keys() <= before, 60)  # Ray's processes do not outlive the pool
     assert not scratch.exists(), "Ray's files outlive the pool"
 
 

@@ -114,7 +114,7 @@ def test_a_dead_holder_holds_nothing(run: Run) -> None:
 
 @pytest.mark.parametrize("written", ["", "-1", "0", "text"])
 def test_a_holder_that_has_not_written_its_number_is_no_process(run: Run, written: str) -> None:
-    """`fedgauge deploy down` sends the holder a signal; process 0 is the sender's own group, -1 every process."""
+    """`fedgauge stop` sends the holder a signal; process 0 is the sender's own group, -1 every process."""
     import fcntl
 
     with (run.folder / "audit.lock").open("a+") as file:

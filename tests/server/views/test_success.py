@@ -65,7 +65,6 @@ def test_data_that_was_prepared_by_its_own_examples_is_not_certified() -> None:
 
 def test_no_client_moves_its_release_by_more_than_the_certificate_says() -> None:
     """The claim itself, on a real network: with and without one example, and with any other in its place."""
-    torch.manual_seed(0)
     model = mlp((1, 2, 3), 4, hidden=(5,))
     params, rng = detached_params(model), torch.Generator().manual_seed(0)
     mechanism = gaussian_mechanism(chain(per_example(clip(0.3)), gaussian(1.0), local_sgd(0.5)), 4)

@@ -1,6 +1,8 @@
-"""fedgauge runs."""
+"""fedgauge runs and stop."""
 
 import fcntl
+import signal
+import subprocess
 import sys
 import time
 
@@ -25,6 +27,25 @@ def test_a_list_of_runs_does_not_wait_for_a_holder_that_says_no_number(
     assert "training" in capsys.readouterr().out
 
 
+HOLD = """
+import sys, time
+from pathlib import Path
+from fedgauge.server.store.run import Run
+with Run(Path(sys.argv[1])).lock("audit"):
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+def test_stop_ends_the_process_that_holds_the_lock(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-c", HOLD, str(attacked.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        assert main(["stop", str(attacked.folder)]) == 0
+        assert holder.wait() == -signal.SIGTERM
+    assert "stopped." in capsys.readouterr().out
+
+
 def test_a_damaged_run_is_listed_as_such_next_to_the_others(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
     runs = attacked.folder.parent
     for name, data in (("damaged", b"not a database, whatever its name says" * 100), ("emptied", b"")):
@@ -41,9 +62,11 @@ def test_a_damaged_run_is_listed_as_such_next_to_the_others(attacked: Run, capsy
     assert str(runs / "damaged" / "ledger.sqlite") in told.err
 
 
-def test_runs_lists_what_tells_runs_apart(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_lists_and_stop_says_when_nothing_is_at_work(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--runs", str(attacked.folder.parent)]) == 0
     out = capsys.readouterr().out
     assert attacked.name in out and "complete" in out and "2/2" in out
     assert "local_sgd(rate=0.1)" in out and "analytic" in out, "by what they were, runs can be told apart"
     assert "mean_image" not in out
+    assert main(["stop", str(attacked.folder)]) == 0
+    assert "nothing is at work" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def refusal(local: LocalDeployment, name: str, command: tuple[str, ...]) -> str:
     """The log of a SuperNode that is not let in."""
     local.services[name] = Service(command, "no")
     local.begin(name)
-    wait_for(lambda: local.status(name) is not None, 90, f"{name} to end")
+    wait_for(lambda: local.status(name) is not None, 90)
     said = local.deployment.log(name).read_text()
     assert ENTERED not in said and local.status(name) != 0
     return said
@@ -115,7 +116,7 @@ def test_strangers_are_refused_and_who_is_known_is_not(linked: LocalDeployment, 
     register(linked.deployment, f"127.0.0.1:{port}")  # once more changes nothing
     linked.begin("supernode-0")
     known = linked.deployment.log("supernode-0")
-    wait_for(lambda: ENTERED in known.read_text(), 60, "the client that is known")
+    wait_for(lambda: ENTERED in known.read_text(), 60)
     assert linked.status("supernode-0") is None
 
 
@@ -147,12 +148,12 @@ def test_one_run_through_many_faults_ends_complete(deployment: Deployment) -> No
     """A client and the attack service are killed, then the SuperLink, which returns with its database."""
     first = begin_up(deployment)
     try:
-        wait_for(reached(deployment, 1), 600, "the first round")
+        wait_for(reached(deployment, 1), 600)
         victim = pid_of(deployment, "supernode-1")
         os.killpg(victim, signal.SIGKILL)
         os.kill(pid_of(deployment, "attack"), signal.SIGKILL)
-        wait_for(reached(deployment, 2), 600, "the round whose client died")
-        wait_for(lambda: pid_of(deployment, "supernode-1") != victim, 60, "the client to be started again")
+        wait_for(reached(deployment, 2), 600)
+        wait_for(lambda: pid_of(deployment, "supernode-1") != victim, 60)
         os.killpg(pid_of(deployment, "superlink"), signal.SIGKILL)
         _, said = first.communicate(timeout=600)
     finally:
@@ -184,7 +185,10 @@ def complete(run: Run, rounds: int, clients: int) -> None:
 # -------------------------------------------------------------------------------------------------------- Ray's cluster
 
 
-HEAD = processes.free_port()
+@cache
+def head() -> int:
+    """The port of the cluster's head."""
+    return processes.free_port()
 
 
 def access(cluster: LocalDeployment) -> dict[str, str]:
@@ -201,10 +205,10 @@ def cluster(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator
         usual = local._environment
         monkeypatch.setattr(local, "_environment", lambda name: usual(name) | access(local))
         for name in ("ray-head", "ray-worker"):
-            words = (w.replace("ray-head", "127.0.0.1").replace("6379", str(HEAD)) for w in table[name]["command"])
+            words = (w.replace("ray-head", "127.0.0.1").replace("6379", str(head())) for w in table[name]["command"])
             local.services[name] = Service(tuple(words))
             local.begin(name)
-        wait_for(lambda: processes.listens(HEAD), 60, "the head")
+        wait_for(lambda: processes.listens(head()), 60)
         yield local
 
 
@@ -217,7 +221,7 @@ def workers_of(cluster: LocalDeployment) -> list[int]:
 def joined(cluster: LocalDeployment) -> list[str]:
     """The nodes without cores that audits have joined to the cluster."""
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    address = f"127.0.0.1:{HEAD}"
+    address = f"127.0.0.1:{head()}"
     return [line for line in listed if "ray.scripts.scripts" in line and address in line]
 
 
@@ -234,7 +238,7 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     service = cluster.services["attack"]
     (tmp_path / "ray").mkdir()
     outside = launch.child_environment(tmp_path, "none-of-theirs") | access(cluster)
-    outside["RAY_ADDRESS"] = f"127.0.0.1:{HEAD}"
+    outside["RAY_ADDRESS"] = f"127.0.0.1:{head()}"
     (tmp_path / "wrong").write_text("0" * 64)
     stranger = subprocess.run(
         service.command,
@@ -257,22 +261,21 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
 
     audit = begin_audit()
     try:
-        wait_for(begun, 90, "a worker of the cluster")
+        wait_for(begun, 90)
         os.killpg(cluster.children["ray-head"].pid, signal.SIGKILL)
         _, said = audit.communicate(timeout=200)
     finally:
         audit.kill()
     assert there and audit.returncode, f"without a head it fails, and is started again: {said}"
-    wait_for(lambda: not joined(cluster), 60, "the end of the node that it had joined")
+    wait_for(lambda: not joined(cluster), 60)
 
     wait_for(
-        lambda: cluster.poll() or processes.listens(HEAD),
+        lambda: cluster.poll() or processes.listens(head()),
         120,
-        "a head to be started again",
     )
     audit = begin_audit()
     try:  # the worker ends when it has looked for its head in vain, and is started again while the audit waits for it
-        wait_for(lambda: cluster.poll() or audit.poll() is not None, 300, "the audit's end")
+        wait_for(lambda: cluster.poll() or audit.poll() is not None, 300)
     finally:
         audit.kill()
     _, said = audit.communicate()

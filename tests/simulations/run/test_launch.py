@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run import launch, processes
 from tests.small_runs import SMALLEST
+from tests.waiting import wait_for
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 
@@ -58,7 +57,7 @@ def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(
     (tmp_path / "deaf.py").write_text(DEAF)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     training = launch.OwnProcess(run, "deaf.log", "deaf")
-    _until(lambda: run.log("deaf.log").read_text().count("ready") == 2)
+    wait_for(lambda: run.log("deaf.log").read_text().count("ready") == 2)
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -73,13 +72,6 @@ def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(
     assert processes.marked(training.mark) == []
     assert training._child.wait() == -signal.SIGKILL
     assert not training.scratch.exists()
-
-
-def _until(happens: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not happens():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.mark.full

@@ -8,7 +8,6 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.create import create_run, resume
+from tests.waiting import wait_for
 
 TABLES: dict[str, Any] = {
     "seed": 3,
@@ -166,8 +166,8 @@ def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
         stderr=subprocess.DEVNULL,
     )
     try:
-        path = wait_for(lambda: next(iter(tmp_path.glob("runs/*/ledger.sqlite")), None), driver)
-        wait_for(lambda: last_round(path) >= 1 or None, driver)
+        path = wait_for(lambda: next(iter(tmp_path.glob("runs/*/ledger.sqlite")), None), process=driver)
+        wait_for(lambda: last_round(path) >= 1, process=driver)
     finally:
         driver.kill()
         while left := processes.marked(ours, "FEDGAUGE_TEST"):  # again, for what had been forked meanwhile
@@ -178,7 +178,7 @@ def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
         driver.wait()
     run = Run.open(path.parent)
     assert not run.model.exists()
-    wait_for(lambda: True if run.holder("server") is None else None)  # a process that dies gives up its locks last
+    wait_for(lambda: run.holder("server") is None)  # a process that dies gives up its locks last
     reached = last_round(path)
     assert 1 <= reached < 4
     resumed = subprocess.run(
@@ -205,12 +205,3 @@ def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
 def last_round(path: Path) -> int:
     with Ledger(path) as ledger:
         return ledger.last_round()
-
-
-def wait_for(look: Callable[[], Any], driver: subprocess.Popen[bytes] | None = None, patience: float = 240.0) -> Any:
-    deadline = time.monotonic() + patience
-    while (found := look()) is None:
-        assert time.monotonic() < deadline, "waited in vain"
-        assert driver is None or driver.poll() is None, "the driver ended"
-        time.sleep(0.05)
-    return found

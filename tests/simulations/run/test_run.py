@@ -181,14 +181,14 @@ def test_the_trained_model_is_the_same_in_memory_and_with_curiosity_off(finished
 @pytest.mark.slow
 def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SCENARIO)
-    whole = create_run(Scenario.load(tmp_path / "small.toml", [], 60), tmp_path / "whole")
+    whole = create_run(Scenario.load(tmp_path / "small.toml", [], 40), tmp_path / "whole")
     in_memory.train(whole)
     command = [*FEDGAUGE, "run", "--in-memory", str(tmp_path / "small.toml")]
-    command += ["--runs", str(tmp_path / "runs"), "--set", "audit.executor=local", "--rounds", "60"]
+    command += ["--runs", str(tmp_path / "runs"), "--set", "audit.executor=local", "--rounds", "40"]
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
-        ledger_file = wait_for(lambda: next(iter(tmp_path.glob("runs/*/ledger.sqlite")), None), 120)
-        wait_for(lambda: len(rounds_of(ledger_file)) > 3, 120)
+        ledger_file = wait_for(lambda: next(iter(tmp_path.glob("runs/*/ledger.sqlite")), None))
+        wait_for(lambda: len(rounds_of(ledger_file)) > 1)
     finally:
         driver.send_signal(signal.SIGINT)
         told, _ = driver.communicate(timeout=300)
@@ -198,7 +198,7 @@ def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(tmp_path: Path) 
     done = fedgauge("run", "--in-memory", "--resume", str(run.folder), "--log", "json")
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [e["round"] for e in events if e["event"] == "round"][-1] == 60
+    assert [e["round"] for e in events if e["event"] == "round"][-1] == 40
     assert (events[-1]["event"], events[-1]["state"]) == ("finished", "complete")
     assert (run.folder / "report.html").stat().st_size > 100_000
     assert b"run_simulation" not in run.log("flower.log").read_bytes(), "Flower's engine was not started"

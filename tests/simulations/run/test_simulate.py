@@ -102,6 +102,7 @@ def test_a_second_ctrl_c_ends_the_attacks_in_flight(begun: Made, monkeypatch: py
 
 @pytest.mark.full
 def test_a_service_that_is_stopped_alone_is_an_interrupted_run(begun: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fedgauge stop` finds no training any more, and speaks to the service."""
     run, scenario = begun(QUICK)
 
     def work(ledger: Ledger, interrupt: Interrupt) -> None:

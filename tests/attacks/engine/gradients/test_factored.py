@@ -80,7 +80,6 @@ def test_flattening_keeps_every_entry() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_seen_kernel_of_few_positions_is_a_product(batch: int) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 5, 4), nn.Sigmoid(), nn.Conv2d(8, 32, 3, 1, 1), nn.Tanh(), nn.Flatten(), nn.Linear(128, CLASSES)
     )
