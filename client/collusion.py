@@ -37,7 +37,6 @@ class Tolerance:
 
     @property
     def words(self) -> str:
-        """As one sentence."""
         return (
             f"a secure sum of {self.group} with threshold {self.threshold}: {self.dropouts} may drop out; single updates stay "
             f"hidden from an honest server that up to {self.curious} clients help, and from one that falsifies the list of "
@@ -46,12 +45,7 @@ class Tolerance:
 
 
 def tolerance(group: int, threshold: int) -> Tolerance:
-    """Return the tolerance of n clients with threshold t.
-
-    Example:
-        >>> tolerance(group=10, threshold=7).curious
-        5
-    """
+    """Return the tolerance of n clients with threshold t."""
     return Tolerance(group, threshold, threshold - 2, min(2 * threshold - group - 1, threshold - 2), group - threshold)
 
 
@@ -68,11 +62,6 @@ def check_threshold(group: int, least: int, colluders: int | None = None) -> Non
 
     Raises:
         ValueError: a number is out of its range, or the threshold resists too few colluders.
-
-    Example:
-        >>> check_threshold(group=4, least=2)
-        Traceback (most recent call last):
-        ValueError: threshold must be above half of group = 4 and at most all of it, got 2
     """
     if not group < 2 * least <= 2 * group:
         raise ValueError(f"threshold must be above half of group = {group} and at most all of it, got {least}")

@@ -68,7 +68,6 @@ class SecureSumOptions(Checked):
         return self.group if self.threshold is None else self.threshold
 
     def to_table(self) -> Table:
-        """As a scenario has it."""
         table = asdict(self)
         return {key: value for key, value in table.items() if value is not None or key == "threshold"}
 

@@ -82,7 +82,6 @@ class GuessVerifier:
         return framed(sentences, self.known.shape[0], self.model.pad)
 
     def decoded(self, sentences: Sequence[Sequence[int]]) -> Batch:
-        """Sentences as a batch with their words as labels."""
         x = self.framed(sentences)
         return Batch(x, targets(x, self.model.pad))
 

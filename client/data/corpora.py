@@ -146,7 +146,6 @@ def held_out(count: int, share: float, path: Path) -> Tensor:
 
 
 def parted(x: Tensor, y: Tensor, share: float, path: Path) -> Parts:
-    """Divide examples into those for training and those for test."""
     tested = held_out(len(x), share, path)
     return x[~tested], y[~tested], x[tested], y[tested]
 

@@ -213,7 +213,6 @@ def _are_numbers(labels: np.ndarray) -> bool:
 
 
 def _whole(columns: Cells) -> np.ndarray:
-    """Return a mask of the rows without missing cells."""
     whole: np.ndarray = ~np.any([_absent(column) for column in columns.values()], axis=0)
     return whole
 

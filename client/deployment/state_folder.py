@@ -71,7 +71,6 @@ class ClientFolder:
         return DrawnBatch(**table | {"rows": tuple(table["rows"])})
 
     def draws(self) -> int:
-        """Count the draws of examples in all runs."""
         return sum(1 for _ in (self.folder / "rounds").glob("run-*.json"))
 
     def keep_drawn(self, round: int, drawn: DrawnBatch) -> None:

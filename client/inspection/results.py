@@ -38,12 +38,7 @@ class DetectorResult:
 
 @dataclass(frozen=True)
 class DetectorResults:
-    """Each detector's worst layer, the most suspicious first; detectors without input are left out.
-
-    Example:
-        >>> DetectorResults((DetectorResult("jump", "fc", score=5.0, description="moved far"),)).suspicion  # 5 / 2.5
-        2.0
-    """
+    """Each detector's worst layer, the most suspicious first; detectors without input are left out."""
 
     results: tuple[DetectorResult, ...]
 

@@ -160,5 +160,4 @@ class Columns:
         return near | (truth.isnan() & guess.isnan())
 
     def written(self, cells: Sequence[float]) -> list[str]:
-        """One row's cells as people write them."""
         return [column.written(cell) for column, cell in zip(self, cells, strict=True)]

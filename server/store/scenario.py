@@ -327,10 +327,6 @@ def run_command(verb: str, folder: Path, tables: Table, further: Sequence[str] =
 
     Args:
         further: packages that the scenario does not name.
-
-    Example:
-        >>> run_command("audit", Path("runs/a"), {"model": {"use": "mynets.small:Net"}})
-        'fedgauge audit runs/a --allow mynets'
     """
     named = re.findall(r'"use": "([^\W\d]\w*)[\w.]*:', json.dumps(tables, default=str, ensure_ascii=False))
     flags = "".join(f" --allow {package}" for package in dict.fromkeys([*further, *named]))
@@ -353,12 +349,7 @@ def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> i
 
 
 def component_of(text: str) -> Table:
-    """Parse a component with settings from the option --attack.
-
-    Example:
-        >>> component_of("dlg iterations=300")
-        {'use': 'dlg', 'iterations': 300}
-    """
+    """Parse a component with settings from the option --attack."""
     use, *settings = text.split() or [""]
     if not use:
         raise SpecError("--attack is empty: name a component, with its settings, such as --attack 'NAME KEY=VALUE'")

@@ -20,10 +20,6 @@ def build_strategy(table: Table, clients: int, least: int | None = None) -> Stra
 
     Raises:
         SpecError: an unknown strategy or argument, or a value with which it cannot train.
-
-    Example:
-        >>> build_strategy({"use": "FedAvgM", "server_momentum": 0.5}, clients=4).server_momentum
-        0.5
     """
     target = resolve(table, "[strategy]", STRATEGY)
     parameters = inspect.signature(target).parameters

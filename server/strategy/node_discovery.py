@@ -76,7 +76,6 @@ def _answers(grid: Grid, nodes: Collection[int], clients: int, wait: float | Non
 
 
 def _unique(numbers: dict[int, int]) -> dict[int, int]:
-    """Return the nodes with a number that no other node gave."""
     claims = Counter(numbers.values())
     return {node: client for node, client in numbers.items() if claims[client] == 1}
 

@@ -36,12 +36,7 @@ def in_unit(value: float | None, by: Measured) -> str:
 
 
 def percent(value: float | None, digits: int = 0, space: str = "\u00a0") -> str:
-    """Write a fraction in percent.
-
-    Example:
-        >>> percent(0.256, digits=1, space=" "), percent(None)
-        ('25.6 %', '–')
-    """
+    """Write a fraction in percent."""
     return NONE if value is None or math.isnan(value) else f"{number(100 * value, digits)}{space}%"
 
 
@@ -97,6 +92,5 @@ def listed(parts: Sequence[str], most: int, between: str = "; ") -> str:
 
 
 def shortened(reason: str) -> str:
-    """Shorten a client's message to one line."""
     words = " ".join(reason.split())
     return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."

@@ -138,7 +138,6 @@ class Gallery:
 
     @cached_property
     def scores(self) -> Scores:
-        """Score rows of the attacks in the main metric."""
         scores = self.reading.scores.of_metric(self.reading.scores.measure.metric)
         return scores.where(scores.by_attacks)
 

@@ -65,12 +65,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class GateResult:
-    """A threshold with its measurement.
-
-    Example:
-        >>> GateResult(Threshold("psnr", 20.0), Measurement(25.0, "worst of 16")).outcome
-        'failed'
-    """
+    """A threshold with its measurement."""
 
     threshold: Threshold
     measurement: Measurement

@@ -25,11 +25,6 @@ def clustered_interval(
     Args:
         outside: probability on either side of the interval; default: of 95 %.
         whole: largest value of a share; None: no shares.
-
-    Example:
-        >>> low, high = clustered_interval(np.array([1.0, 3.0]), clients=np.array([0, 1]))
-        >>> round(low, 2), round(high, 2)  # 2 -+ 12.7062 * sqrt(2 / 2)
-        (-10.71, 14.71)
     """
     from scipy.special import stdtrit  # takes long to load
 
@@ -51,12 +46,7 @@ def clustered_interval(
 
 @dataclass(frozen=True)
 class Rate:
-    """A count out of n with its 95 % Wilson interval (Wilson, 1927).
-
-    Example:
-        >>> Rate(0, 10).interval[1]  # doctest: +ELLIPSIS
-        0.277...
-    """
+    """A count out of n with its 95 % Wilson interval (Wilson, 1927)."""
 
     count: int
     n: int
@@ -85,10 +75,6 @@ def guessed_labels(shares: Sequence[float], size: int) -> float:
     Args:
         shares: share of each class among all examples, in (0, 1]; they sum to 1.
         size: number of examples in the batch.
-
-    Example:
-        >>> guessed_labels([0.5, 0.5], size=2)
-        0.75
     """
     from scipy.special import bdtrc  # takes long to load
 
@@ -106,12 +92,7 @@ def luck_bound(rate: float, expected: float, n: float) -> float:
 
 
 def luck_of_hits(own: Rate, guess: Rate) -> float:
-    """Return the probability of at least as many hits if the attack is no better than the guess (Fisher's exact test).
-
-    Example:
-        >>> luck_of_hits(Rate(2, 2), Rate(0, 2))  # doctest: +ELLIPSIS
-        0.1666...
-    """
+    """Return the probability of at least as many hits if the attack is no better than the guess (Fisher's exact test)."""
     from scipy.stats import hypergeom  # half a second to import
 
     return float(hypergeom.sf(own.count - 1, own.n + guess.n, own.count + guess.count, own.n))

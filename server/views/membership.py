@@ -166,7 +166,6 @@ def roc_curves(scores: Scores) -> dict[str, list[float | None]]:
 
 
 def _graded(scores: Scores, metric: str) -> Scores:
-    """Return the rows of a metric's mean over all rounds."""
     rows = counted_of_all(scores, metric)
     return rows.where(~np.isnan(rows.value))
 

@@ -42,12 +42,7 @@ class PlanCoverage:
 
     @property
     def words(self) -> str:
-        """Numbers of updates and rounds never attacked; empty if the plan was carried out.
-
-        Example:
-            >>> PlanCoverage(6, {"refused": 4}, 2, (3,)).words
-            '4 of 6 planned updates were never attacked: 4 refused; 1 of 2 planned rounds were never attacked: 3'
-        """
+        """Numbers of updates and rounds never attacked; empty if the plan was carried out."""
         found, never = [], "not attacked yet" if WAITING in self.missed else "never attacked"
         if self.missed:
             fates = ", ".join(f"{self.missed[fate]} {fate}" for fate in FATES if fate in self.missed)

@@ -126,7 +126,6 @@ def canary_estimate(scores: Scores, delta: float, accounted: Callable[[int], flo
 
 
 def _measured(scores: Scores, metric: str) -> Scores:
-    """Return the finite rows of a metric, clipped."""
     rows = scores.where(scores.named(metric) & np.isfinite(scores.value))
     return replace(rows, value=np.clip(rows.value, -MOST, MOST))
 
@@ -232,7 +231,6 @@ def bound_words(last: CanaryBound, delta: float) -> str:
 
 
 def _beside(accounted: float | None, above: bool) -> str:
-    """Compare the accounted with the measured epsilon."""
     if accounted is None:
         return "No epsilon is accounted for this chain."
     less = ", which is less: the noise protects less than the accounting says" if above else ""

@@ -177,7 +177,6 @@ class Scores:
 
     @property
     def left_ungraded(self) -> int:
-        """Number of reconstructions by attacks without a grade."""
         return int((self.ungraded & self.by_attacks).sum())
 
     @property

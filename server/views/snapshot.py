@@ -154,7 +154,6 @@ class Jobs:
 
     @property
     def left(self) -> int:
-        """Number of jobs that have not ended."""
         return self.progress.waiting + self.to_come
 
     @property

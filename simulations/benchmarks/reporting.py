@@ -30,7 +30,6 @@ class Figure:
 
     @property
     def target(self) -> str:
-        """The target as text, empty if there is none."""
         if self.at_least is not None:
             return f">= {self.at_least:g}"
         return "" if self.at_most is None else f"<= {self.at_most:g}"

@@ -93,8 +93,8 @@ def add_gate(command: argparse.ArgumentParser) -> None:
 def result_file(text: str) -> Path:
     """Parse the path of a file to be written, which is refused before work that would be lost."""
     file = Path(text)
-    if file.is_dir() or not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder that exists")
+    if file.is_dir() or not next(place for place in file.absolute().parents if place.exists()).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder")
     return file
 
 

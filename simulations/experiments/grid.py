@@ -107,7 +107,6 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
 
 
 def tables_of(tables: Table, key: str) -> list[Table]:
-    """The [[key]] tables of a file."""
     listed = coerce(tables.get(key, []), list, f"[[{key}]]")
     return [coerce(table, dict, f"[[{key}]] #{i}") for i, table in enumerate(listed, 1)]
 

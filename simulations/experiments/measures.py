@@ -182,7 +182,6 @@ RENAMED = {"exact_sentence": "exact"}  # of sentences: of images, `exact` is a m
 
 
 def all_measures() -> tuple[str, ...]:
-    """The measures that there are, whatever the kind of data."""
     return (*DERIVED, *RENAMED, *(m for m in MEASURED if m not in DERIVED and m != "label_accuracy"))
 
 

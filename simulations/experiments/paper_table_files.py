@@ -41,10 +41,6 @@ def load(name: str) -> PaperTable:
 
     Raises:
         SpecError: there is none, or it has a mistake.
-
-    Example:
-        >>> load("spear").name
-        'spear'
     """
     path = Path(name) if name.endswith(".toml") else packaged().get(name)
     if path is None:
@@ -173,12 +169,7 @@ def with_submissions(paper_table: PaperTable, attacks: Sequence[str]) -> PaperTa
 
 
 def submitted(text: str) -> tuple[str, Table]:
-    """Parse the name and the settings of an attack from text: 'mine:sharper rate=0.1'.
-
-    Example:
-        >>> submitted("mine:sharper rate=0.1")
-        ('sharper', {'use': 'mine:sharper', 'rate': 0.1})
-    """
+    """Parse the name and the settings of an attack from text: 'mine:sharper rate=0.1'."""
     table = component_of(text)
     return str(attack_name(table)), {key: value for key, value in table.items() if key != "name"}
 

@@ -19,7 +19,7 @@ from fedgauge.simulations.reports.export import write_csv
 from fedgauge.simulations.reports.report import write_report
 
 TESTS = [
-    {"use": "idlg", "iterations": 30},
+    {"use": "idlg", "iterations": 30, "tune": "off"},
     {"use": "membership", "held": 5},
     {"use": "membership_over_rounds", "strangers": 200, "held": 5, "score": "matched_filter"},
 ]

@@ -175,7 +175,7 @@ def test_the_sentence_says_which_side_the_accounted_epsilon_is_on() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    attacks = [{"use": "idlg", "iterations": 5}]
+    attacks = [{"use": "idlg", "iterations": 5, "tune": "off"}]
     audit = {"executor": "local", "every": 2, "clients": [0, 5]}
     made = taped(tmp_path_factory.mktemp("canaries") / "run", planned(attack=attacks, audit=audit))
     serve(made, LocalExecutor())

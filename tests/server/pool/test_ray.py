@@ -8,10 +8,11 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fedgauge.server.pool.executors import LocalExecutor, Result
@@ -32,22 +33,10 @@ AUDIT = {"executor": "ray", "wave": 2}
 
 def descendants() -> dict[int, str]:
     """Every process below this one, with its command line."""
-    parents, names = {}, {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-            name = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # ended while we looked
-            continue
-        if state != "Z":
-            parents[int(entry.name)], names[int(entry.name)] = int(parent), name
-    found: dict[int, str] = {}
-    for pid in parents:
-        above = pid
-        while above in parents and above != os.getpid():
-            above = parents[above]
-        if above == os.getpid() != pid:
-            found[pid] = names[pid]
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # ended while we looked
+            found[child.pid] = " ".join(child.cmdline())
     return found
 
 

@@ -16,6 +16,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "run --resume PLACE": RUN,
     "report PLACE": RUN,
     "export PLACE": RUN,
+    "stop PLACE": ("lost",),
     "prune PLACE": ("lost",),
     "run PLACE": FILE,
     "run --in-memory PLACE": FILE,

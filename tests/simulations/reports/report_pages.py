@@ -1,7 +1,5 @@
 """Runs to report on, and how to read a report's page."""
 
-import base64
-import io
 import json
 import re
 import shutil
@@ -12,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.reports.report import write_report
@@ -116,12 +113,6 @@ class Page(HTMLParser):
 
 def page_of(run: Run) -> Page:
     return Page(write_report(run).read_text())
-
-
-def pixels(source: str) -> np.ndarray:
-    kind, data = source.split(",", 1)
-    assert kind == "data:image/png;base64"
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
 
 
 def as_bytes(x: torch.Tensor) -> np.ndarray:

@@ -17,7 +17,8 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage
 from fedgauge.simulations.reports.report import write_comparison, write_report
-from tests.simulations.reports.report_pages import BROWSER, HOSTILE, Page, as_bytes, page_of, pixels, taped
+from tests.server.dashboard.pages import pixels
+from tests.simulations.reports.report_pages import BROWSER, HOSTILE, Page, as_bytes, page_of, taped
 from tests.small_runs import scenario, scores_of
 
 

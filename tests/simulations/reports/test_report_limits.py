@@ -23,7 +23,7 @@ from fedgauge.simulations.reports.export import write_csv
 from tests.simulations.reports.report_pages import NOISY, page_of, taped
 from tests.small_runs import scenario
 
-FEW = [{"use": "inverting_gradients", "iterations": 5}]
+FEW = [{"use": "inverting_gradients", "iterations": 5, "tune": "off"}]
 
 
 @pytest.fixture(scope="module")

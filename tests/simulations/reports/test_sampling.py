@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedgauge.server.views.gallery import png, sampled
-from tests.simulations.reports.report_pages import pixels
+from tests.server.dashboard.pages import pixels
 
 
 @given(st.lists(st.floats(0, 100) | st.just(math.nan), min_size=1, max_size=60), st.integers(3, 60))
