@@ -156,7 +156,7 @@ class _SentenceSearch:
     @property
     def certain(self) -> float:
         """The mean distance up to which a sentence is beyond doubt."""
-        return max(self.rounding, TOLERANCE)
+        return max(self.rounding, TOLERANCE) if self.positions == 1 else self.rounding
 
     def distances(self, sentences: Sequence[Ids]) -> Tensor:
         """The distances (N, L), zero behind a sentence's end."""
