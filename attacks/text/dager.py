@@ -36,7 +36,7 @@ SAME_INPUT = 1e-5  # relative difference up to which a word's inputs in two posi
 SETS = 8  # sets of sentences that are tried where more sentences came near than the batch has
 EXHAUSTIVE = 512  # combinations of words up to which each is tried
 TRIES = 8  # searches in a row that may find no sentence beyond doubt
-MOST_BLOCKS = 100_000  # of attention that a search computes, each sentence's once: in six layers 20,000 sentences
+MOST_MEASURED = 20_000  # sentences that a search may measure in the last block: about a minute of six layers on a core
 SPARE = 2  # sentences more than the batch has, from which sets of sentences are made
 
 Ids = tuple[int, ...]
@@ -156,7 +156,7 @@ class _SentenceSearch:
     @property
     def certain(self) -> float:
         """The mean distance up to which a sentence is beyond doubt."""
-        return max(self.rounding, TOLERANCE)
+        return max(self.rounding, TOLERANCE) if self.positions == 1 else self.rounding
 
     def distances(self, sentences: Sequence[Ids]) -> Tensor:
         """The distances (N, L), zero behind a sentence's end."""
@@ -173,7 +173,7 @@ class _SentenceSearch:
         return torch.cat(distances)
 
     def over(self) -> bool:
-        return self.deadline.over() or len(self.known) * self.block >= MOST_BLOCKS
+        return self.deadline.over() or (self.positions == 1 and len(self.known) >= MOST_MEASURED)
 
     def read(self, near: Sequence[Sequence[tuple[float, int]]], worst: float) -> tuple[Batch, float]:
         """The sentences, and the relative error that they leave.
@@ -207,7 +207,7 @@ class _SentenceSearch:
 
         In an encoder every word changes every input, and a sentence with one wrong word is nearer than one with two: words are
         exchanged for those that bring the sentence nearest, until no exchange helps. The words of a sentence that was found
-        leave the pool, unless a position has fewer words than there are sentences. It ends after MOST_BLOCKS.
+        leave the pool, unless a position has fewer words than there are sentences. In the last block it ends after MOST_MEASURED.
 
         Args:
             words: candidates of each position, the nearest first.

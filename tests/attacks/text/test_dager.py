@@ -115,10 +115,12 @@ def test_a_search_that_its_seconds_end_says_so(classified: Text) -> None:
     assert found.x is not None and found.x.shape == (4, LENGTH)
 
 
-def test_a_search_ends_after_so_many_sentences(classified: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_in_the_last_block_ends_after_so_many_sentences(
+    classified: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wave, known = seen(bert(classified), batches(classified, 1, 4))
     assert certified(read(dager(), wave, known))
-    monkeypatch.setattr("fedgauge.attacks.text.dager.MOST_BLOCKS", 100)
+    monkeypatch.setattr("fedgauge.attacks.text.dager.MOST_MEASURED", 100)
     (found,) = read(dager(), wave, known)
     assert found.reason.startswith("no certificate")
     assert found.x is not None and found.x.shape == (4, LENGTH)
