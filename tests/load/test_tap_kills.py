@@ -19,8 +19,9 @@ APP = """
 import sys
 from pathlib import Path
 from flwr.serverapp.strategy import FedAvg
-from tests.server.test_tap import AUDIT, Nodes, flower, start
+from tests.server.test_tap import AUDIT, Nodes, start
 from fedgauge.server.tap import tap
+from fedgauge.simulations.run.in_memory import flower
 
 folder = Path(sys.argv[1])
 (folder / "audit.toml").write_text(AUDIT)
