@@ -94,9 +94,7 @@ class CanaryOptions(Checked):
     examples: Natural = 0
 
 
-LEAST_CANARIES = (
-    6  # all guessed right by luck with probability 1/64: fewer refute no epsilon with the 95 % of one_run.py
-)
+LEAST_CANARIES = 6  # fewer, all guessed right by luck, refute no epsilon with the 95 % of one_run.py
 
 _NUMBERS = {
     "seed": Natural,

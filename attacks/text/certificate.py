@@ -21,9 +21,7 @@ from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.update import Batch, Update, norm, relative_error
 
 TOLERANCE = 1e-5  # relative, a hundred roundings of float32; swapping two words of an untrained network gives 6e-4
-LEAST_SHARE = (
-    1.2e-7  # of a sentence in the batch's gradient: below the rounding of float32 it may leave the update as it is
-)
+LEAST_SHARE = 1.2e-7  # of a sentence in the batch's gradient: less is lost in the rounding of float32
 MOST_ORDERS = 24  # of labels that are tried: as many as a batch of four has
 MOST = 12  # of the words that a frozen head's logits rank first
 FIRST = 3  # highest-ranked words that are tried for each sentence

@@ -258,7 +258,7 @@ def _reading(now: Training) -> Iterator[None]:
     """Note an error of the observer, which must not reach the app."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # an app's objects may raise anything
         now.notes["unread"] = f"the training cannot be observed ({type(error).__name__}: {error})"
 
 
@@ -290,7 +290,8 @@ class Observer:
             _stop_profiling()
             self._now = None
             if now.network is not None:
-                now.built = factories.of(unwrapped(now.network))
+                with _reading(now):
+                    now.built = factories.of(unwrapped(now.network))
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
@@ -307,7 +308,8 @@ class Observer:
                         now.enters(module, args, kwargs)
                     if now.network is not None:
                         _stop_profiling()  # the network is built: the rest runs at full speed
-                        _watch_opacus(self)  # which the app may have imported only now
+                        with _reading(now):
+                            _watch_opacus(self)  # which the app may have imported only now
                 result = call(module, *args, **kwargs)
                 if now.depth == 1:
                     with _reading(now):
@@ -386,8 +388,15 @@ class _Factories:
         self._found: list[tuple[nn.Module, Built]] = []
 
     def __call__(self, frame: types.FrameType, event: str, value: object) -> None:
-        if event != "return":
+        try:
+            if event == "return":
+                self._note(frame, value)
+        except (
+            Exception
+        ):  # raised here it would reach the app, whose objects may raise anything; this call is not noted
             return
+
+    def _note(self, frame: types.FrameType, value: object) -> None:
         code = frame.f_code
         if isinstance(value, nn.Module) and "." not in code.co_qualname:
             self._found.append((value, Built(frame.f_globals.get("__name__", ""), code.co_qualname, _given(frame, 0))))

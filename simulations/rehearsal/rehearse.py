@@ -113,9 +113,8 @@ def observe(folder: Path, runs: Path, settings: Settings, clients: int, console:
             while process.status() is None:
                 shown.update(Text(f"the app trains: {process.last_line()}", no_wrap=True, overflow="ellipsis"))
                 if time.monotonic() - began > patience:
-                    console.print(
-                        f"the app still runs after {patience} s; its last line: {process.last_line() or 'none yet'}"
-                    )
+                    last = process.last_line() or "none yet"
+                    console.print(f"the app still runs after {patience} s; its last line: {last}")
                     patience *= 2
                 time.sleep(0.1)
         if process.status() != 0 or run_files.look(run.folder / OBSERVED) is None:

@@ -530,6 +530,7 @@ assert "run_backward" in str(profile.getstats())""",
         "upload": "dict(net.named_parameters())",
         "start": "dict(Net().named_parameters())",
     },
+    "rebound": {"imports": "def build(**options):\n    options = None\n    return Net()\n", "network": "build()"},
     "empty": {
         "train": """nn.functional.cross_entropy(net(x[:0]), y[:0], reduction="sum").backward()
 optimizer.step()""",
