@@ -42,19 +42,17 @@ class Stragglers(Checked):
 
 @dataclass(frozen=True)
 class SecureSumOptions(Checked):
-    """A simulated, ideal secure sum: the server sees only the mean of each group's updates.
+    """A simulated, ideal secure sum: the server sees only the mean of the updates of each group, which are consecutive clients.
 
     Args:
         group: clients in a sum, at least 2; it divides the number of clients.
         threshold: the fewest clients in a sum, more than half of the group; default: all.
-        drawn: the seed draws new groups each round; otherwise groups are consecutive clients, the same in every round.
         colluders: clients helping the server that the threshold must resist; default: fewer than a third of the group.
         clip: the largest absolute value of an update's entry, above 0; only for a deployment, which needs it.
     """
 
     group: Annotated[int, Range("at least 2", lambda n: n >= 2)]
     threshold: int | None = None
-    drawn: bool = False
     colluders: int | None = field(default=None, repr=False)
     clip: Positive | None = field(default=None, repr=False)
 
@@ -225,10 +223,8 @@ class Protocol:
 
     def groups(self, round: int) -> list[tuple[int, ...]]:
         """Return the groups of clients that the server sees as sums; groups of one without [secure_sum]."""
-        order, size = list(range(self.clients)), self.secure_sum.group if self.secure_sum else 1
-        if self.secure_sum and self.secure_sum.drawn:
-            order = torch.randperm(self.clients, generator=generator(self.seed, "groups", round)).tolist()
-        return sorted(tuple(sorted(order[i : i + size])) for i in range(0, self.clients, size))
+        size = self.secure_sum.group if self.secure_sum else 1
+        return [tuple(range(i, i + size)) for i in range(0, self.clients, size)]
 
     def alike(self, client: int, other: int, round: int) -> bool:
         """Check that both belong to sums of equal size; otherwise their reconstructions are not comparable."""

@@ -254,10 +254,6 @@ def test_where_canaries_make_no_sense_a_scenario_is_refused() -> None:
         )
     with pytest.raises(SpecError, match="canaries"):
         check_deployable(scenario(chain=CHAINS["clipped updates"], canaries={"clients": 2, "examples": 3}))
-    with pytest.raises(SpecError, match="groups"):
-        scenario(
-            clients=6, chain=CHAINS["clipped updates"], canaries={"clients": 4}, secure_sum={"group": 2, "drawn": True}
-        )
     named = [{"use": "idlg", "name": "canaries"}]
     with pytest.raises(SpecError, match="two attacks are called 'canaries'"):
         scenario(chain=CHAINS["clipped updates"], canaries={"clients": 2}, attack=named)
