@@ -221,10 +221,20 @@ class Protocol:
         draw = torch.rand((), generator=generator(self.seed, "straggler", client, round)).item()
         return draw < self.stragglers.probability
 
-    def groups(self, round: int) -> list[tuple[int, ...]]:
-        """Return the groups of clients that the server sees as sums; groups of one without [secure_sum]."""
-        size = self.secure_sum.group if self.secure_sum else 1
-        return [tuple(range(i, i + size)) for i in range(0, self.clients, size)]
+    @property
+    def group_size(self) -> int:
+        """Number of clients in a group, whose sum is all that the server sees; 1 without [secure_sum]."""
+        return self.secure_sum.group if self.secure_sum else 1
+
+    @property
+    def groups(self) -> list[range]:
+        return [self.group(client) for client in range(0, self.clients, self.group_size)]
+
+    def group(self, client: int) -> range:
+        """Return the group of a client; one that the protocol does not list is alone."""
+        size = self.group_size if client < self.clients else 1
+        first = client - client % size
+        return range(first, first + size)
 
     def alike(self, client: int, other: int, round: int) -> bool:
         """Check that both belong to sums of equal size; otherwise their reconstructions are not comparable."""
@@ -233,10 +243,8 @@ class Protocol:
     def members(self, client: int, round: int) -> tuple[int, ...]:
         """Return the clients in the same sum as this one: those of its group that do not miss the round.
 
-        A client that the protocol does not list is a group of one, and so is one if its whole group misses the round: a ledger
-        may have its update.
+        If all miss it, this client is alone: a ledger may have its update.
         """
         if self.secure_sum is None:
             return (client,)
-        group = next((group for group in self.groups(round) if client in group), (client,))
-        return tuple(c for c in group if not self.misses(c, round)) or (client,)
+        return tuple(c for c in self.group(client) if not self.misses(c, round)) or (client,)

@@ -235,7 +235,7 @@ class Auditor:
             ]
         tuned = ""
         if planned.tune == "shadow":
-            observations = len(self.federation.protocol.groups(wave.round))
+            observations = len(self.federation.protocol.groups)
             tuning = Tuning(self.modality, planned.budget, observations, self.seed, wave.round)
             try:
                 attack, tuned = tuning.of(attack, known, wave)

@@ -359,8 +359,8 @@ def test_sums_of_signs_and_of_masked_entries_have_no_closed_form(make_federation
 
 def test_groups_are_of_consecutive_clients(make_federation: MakeFederation) -> None:
     fixed = make_federation(**EIGHT, secure_sum={"group": 4}).protocol
-    assert [fixed.groups(r) for r in (1, 2)] == [[(0, 1, 2, 3), (4, 5, 6, 7)]] * 2
-    assert make_federation(**EIGHT).protocol.groups(1) == [(c,) for c in range(8)]
+    assert fixed.groups == [range(4), range(4, 8)] and fixed.group(6) == range(4, 8) and fixed.group(8) == range(8, 9)
+    assert make_federation(**EIGHT).protocol.groups == [range(c, c + 1) for c in range(8)]
 
 
 def test_stragglers_are_not_in_a_sum(make_federation: MakeFederation) -> None:
@@ -369,7 +369,7 @@ def test_stragglers_are_not_in_a_sum(make_federation: MakeFederation) -> None:
     protocol = fed.protocol
     sizes = set()
     for round in (1, 2, 3):
-        for group in protocol.groups(round):
+        for group in protocol.groups:
             present = tuple(c for c in group if not protocol.misses(c, round))
             assert all(protocol.members(c, round) == present for c in group)
             assert len(fed.batch_at(group[0], round).y) == 2 * len(present)

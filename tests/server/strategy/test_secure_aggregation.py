@@ -293,7 +293,7 @@ def test_stragglers_leave_a_smaller_sum_or_none(kit: Any) -> None:
     for intake in intakes:
         rejected = {s.client: s.reason for s in intake.refused if s.status == "rejected"}
         accepted = {a.client: a for a in intake.accepted}
-        for group in scenario.protocol.groups(intake.round):
+        for group in scenario.protocol.groups:
             members = scenario.protocol.members(group[0], intake.round)
             seen.add(len(members))
             if len(members) >= 3:
