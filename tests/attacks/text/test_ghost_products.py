@@ -248,7 +248,7 @@ class Scaled(Transformer):
     """Uses a parameter in a way that ghost products do not know."""
 
     def __init__(self, vocabulary: int) -> None:
-        super().__init__(vocabulary, 1, 16, 2, 24, True, False)
+        super().__init__(vocabulary, 1, 16, 2, 24)
         self.scale = nn.Parameter(torch.full((16,), 1.5))
 
     def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **more: Any) -> Any:
