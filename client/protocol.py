@@ -42,19 +42,17 @@ class Stragglers(Checked):
 
 @dataclass(frozen=True)
 class SecureSumOptions(Checked):
-    """A simulated, ideal secure sum: the server sees only the mean of each group's updates.
+    """A simulated, ideal secure sum: the server sees only the mean of the updates of each group, which are consecutive clients.
 
     Args:
         group: clients in a sum, at least 2; it divides the number of clients.
         threshold: the fewest clients in a sum, more than half of the group; default: all.
-        drawn: the seed draws new groups each round; otherwise groups are consecutive clients, the same in every round.
         colluders: clients helping the server that the threshold must resist; default: fewer than a third of the group.
         clip: the largest absolute value of an update's entry, above 0; only for a deployment, which needs it.
     """
 
     group: Annotated[int, Range("at least 2", lambda n: n >= 2)]
     threshold: int | None = None
-    drawn: bool = False
     colluders: int | None = field(default=None, repr=False)
     clip: Positive | None = field(default=None, repr=False)
 
@@ -223,12 +221,20 @@ class Protocol:
         draw = torch.rand((), generator=generator(self.seed, "straggler", client, round)).item()
         return draw < self.stragglers.probability
 
-    def groups(self, round: int) -> list[tuple[int, ...]]:
-        """Return the groups of clients that the server sees as sums; groups of one without [secure_sum]."""
-        order, size = list(range(self.clients)), self.secure_sum.group if self.secure_sum else 1
-        if self.secure_sum and self.secure_sum.drawn:
-            order = torch.randperm(self.clients, generator=generator(self.seed, "groups", round)).tolist()
-        return sorted(tuple(sorted(order[i : i + size])) for i in range(0, self.clients, size))
+    @property
+    def group_size(self) -> int:
+        """Number of clients in a group, whose sum is all that the server sees; 1 without [secure_sum]."""
+        return self.secure_sum.group if self.secure_sum else 1
+
+    @property
+    def groups(self) -> list[range]:
+        return [self.group(client) for client in range(0, self.clients, self.group_size)]
+
+    def group(self, client: int) -> range:
+        """Return the group of a client; one that the protocol does not list is alone."""
+        size = self.group_size if client < self.clients else 1
+        first = client - client % size
+        return range(first, first + size)
 
     def alike(self, client: int, other: int, round: int) -> bool:
         """Check that both belong to sums of equal size; otherwise their reconstructions are not comparable."""
@@ -237,10 +243,8 @@ class Protocol:
     def members(self, client: int, round: int) -> tuple[int, ...]:
         """Return the clients in the same sum as this one: those of its group that do not miss the round.
 
-        A client that the protocol does not list is a group of one, and so is one if its whole group misses the round: a ledger
-        may have its update.
+        If all miss it, this client is alone: a ledger may have its update.
         """
         if self.secure_sum is None:
             return (client,)
-        group = next((group for group in self.groups(round) if client in group), (client,))
-        return tuple(c for c in group if not self.misses(c, round)) or (client,)
+        return tuple(c for c in self.group(client) if not self.misses(c, round)) or (client,)

@@ -116,7 +116,7 @@ def test_defaults_change_nothing(tables: Tables) -> None:
         values = {key.name: tomllib.loads(f"v = {key.default.strip('`')}")["v"] for key in known}
         full = Scenario.from_tables(scenario(tables, table, **values))
         assert replace(full, tables={}, protocol=bare.protocol) == replace(bare, tables={}), table
-        assert full.protocol.groups(1) == bare.protocol.groups(1) and full.protocol.seed == bare.protocol.seed
+        assert full.protocol.groups == bare.protocol.groups and full.protocol.seed == bare.protocol.seed
         assert full.federation.chain == bare.federation.chain and full.federation.shards.seed == 0
         assert [i.tolist() for i in full.federation.shards.indices] == [
             i.tolist() for i in bare.federation.shards.indices

@@ -235,14 +235,17 @@ class Auditor:
             ]
         tuned = ""
         if planned.tune == "shadow":
-            observations = len(self.federation.protocol.groups(wave.round))
+            observations = len(self.federation.protocol.groups)
             tuning = Tuning(self.modality, planned.budget, observations, self.seed, wave.round)
             try:
                 attack, tuned = tuning.of(attack, known, wave)
             except ValueError as error:
                 tuned = f"not tuned: {error}"
         before = [_on(memories.get(client, attack.initial()), wave.device) for client in wave.clients]
-        reconstructions, after = attack.advance(wave, known, planned.budget, streams, before)
+        try:
+            reconstructions, after = attack.advance(wave, known, planned.budget, streams, before)
+        except ValueError as error:
+            reconstructions, after = not_applicable(wave, str(error)), list(before)
         expected = (known.batch_size, *known.shape)
         for shape in (tuple(result.x.shape) for result in reconstructions if result.x is not None):
             if shape != expected:

@@ -282,7 +282,7 @@ class CheckedStrategy(Wrapper):
         replies = {reply.client: (reply, message) for reply, message in passed}
         merged: Passed = []
         alone, sent = dict[int, Participation](), dict[int, Params]()
-        for group in protocol.groups(round):
+        for group in protocol.groups:
             present = [client for client in group if client in replies]
             if reason := _no_sum(protocol, round, group, present):
                 alone |= {client: Participation(client, "rejected", reason) for client in present}

@@ -59,7 +59,7 @@ def estimate(chain: list[Table], seed: int, together: int = 1, model: Table | No
     protocol = Protocol(seed, ROUNDS, 36, data, model, tuple(chain), secure_sum=summed, canaries=CanaryOptions(32))
     fed = Federation(protocol)
     params, buffers = fed.initial()
-    first = [group[0] for group in protocol.groups(1) if set(group) & set(protocol.canary_clients)]
+    first = [group[0] for group in protocol.groups if set(group) & set(protocol.canary_clients)]
     planned = next(p for p in scenario_of(together).plan.attacks if p.name == CANARIES)
     rows = []
     for round in range(1, ROUNDS + 1):
@@ -254,10 +254,6 @@ def test_where_canaries_make_no_sense_a_scenario_is_refused() -> None:
         )
     with pytest.raises(SpecError, match="canaries"):
         check_deployable(scenario(chain=CHAINS["clipped updates"], canaries={"clients": 2, "examples": 3}))
-    with pytest.raises(SpecError, match="groups"):
-        scenario(
-            clients=6, chain=CHAINS["clipped updates"], canaries={"clients": 4}, secure_sum={"group": 2, "drawn": True}
-        )
     named = [{"use": "idlg", "name": "canaries"}]
     with pytest.raises(SpecError, match="two attacks are called 'canaries'"):
         scenario(chain=CHAINS["clipped updates"], canaries={"clients": 2}, attack=named)

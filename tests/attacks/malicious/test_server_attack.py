@@ -80,7 +80,7 @@ def test_a_decoder_says_why_an_honest_update_is_not_for_it(name: str) -> None:
     update = threat.chain(gradient(threat.model, normalise=threat.normalise))(params, batch, None)
     wave = Wave.stack([Observation(1, c, params, {k: t.detach() for k, t in update.items()}) for c in range(2)])
     decoder = build({"use": name}, "test", ATTACK)
-    found = decoder.reconstruct(wave, threat, Budget(2), [partial(generator, k) for k in range(2)])
+    found = decoder.attempt(wave, threat, Budget(2), [partial(generator, k) for k in range(2)])
     assert len(found) == 2
     for one in found:  # a decoder of weights alone may read what honest ones leave, and says what it could not prove
         assert one.reason or one.x is not None
@@ -91,11 +91,8 @@ def test_a_decoder_says_why_an_honest_update_is_not_for_it(name: str) -> None:
 def test_flipping_moves_rows_and_changes_nothing_else() -> None:
     threat = known()
     sent, name = detached_params(threat.model), classifier(threat.model, threat.shape)
-    swapped, moved = craft(label_flipping(classes=(1, 3)), threat), craft(label_flipping(), threat)
+    moved = craft(label_flipping(), threat)
     for part in ("weight", "bias"):
         key = f"{name}.{part}"
-        assert torch.equal(swapped[key][[0, 3, 2, 1, 4]], sent[key])
         assert torch.equal(moved[key].roll(-1, 0), sent[key])
-    assert all(torch.equal(swapped[k], t) for k, t in sent.items() if not k.startswith(name))
-    with pytest.raises(ValueError, match="classes"):
-        craft(label_flipping(classes=(2, 2)), threat)
+    assert all(torch.equal(moved[k], t) for k, t in sent.items() if not k.startswith(name))
