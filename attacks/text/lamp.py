@@ -61,6 +61,7 @@ class lamp(Attack):
         draws, orders: random starts, and random orders of the best start's words; the nearest to the update is used.
         discrete: words move every period iterations (alternating), only at the end, or never (none).
         candidates: orders proposed each time.
+        known_tokens: use only words with a gradient of their embeddings; that gradient must be shared.
         published: as the published code does: the gradient of keys' biases, which is only rounding, counts; words may be special
             tokens; Adam's moments stay in place when words move; and the best iterate is answered without comparing the last.
     """
@@ -78,6 +79,7 @@ class lamp(Attack):
     discrete: Discrete = "alternating"
     period: Count = 75
     candidates: Count = 200
+    known_tokens: bool = False
     published: bool = False
 
     @property
@@ -96,7 +98,7 @@ class lamp(Attack):
 
     def layout(self, wave: Wave, known: Knowledge, restarts: int) -> SentenceLayout:
         matcher = Matcher(wave, known, self.loss, self.l1, keys=self.published)
-        return SentenceLayout(matcher, wave, known, restarts, self.published)
+        return SentenceLayout(matcher, wave, known, restarts, self.published, self.known_tokens)
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         deadline = Deadline(budget.seconds)
@@ -112,24 +114,25 @@ class lamp(Attack):
         return LanguagePrior(known.public.x, model.pad, model.vocabulary, training, device)
 
 
-def dlg_text(rate: float = 0.1, published: bool = False) -> lamp:
+def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> lamp:
     """DLG for text: squared distance, Adam from one random start. The paper's budget: 2,500 iterations.
 
     Args:
-        published: as for lamp.
+        known_tokens, published: as for lamp.
     """
-    return replace(tag(rate, 0.0, published), loss="squared")
+    return replace(tag(rate, 0.0, known_tokens, published), loss="squared")
 
 
-def tag(rate: float = 0.1, l1: float = 0.01, published: bool = False) -> lamp:
+def tag(rate: float = 0.1, l1: float = 0.01, known_tokens: bool = False, published: bool = False) -> lamp:
     """TAG: squared distance plus a distance of magnitudes. The paper's budget: 2,500 iterations.
 
     Args:
         l1: weight of the magnitudes.
-        published: as for lamp.
+        known_tokens, published: as for lamp.
     """
     return lamp(
-        "l2_l1", rate, decay=1.0, l1=l1, length=0, lm_weight=0, draws=1, orders=1, discrete="none", published=published,
+        "l2_l1", rate, decay=1.0, l1=l1, length=0, lm_weight=0, draws=1, orders=1, discrete="none",
+        known_tokens=known_tokens, published=published,
     )  # fmt: skip
 
 

@@ -120,6 +120,19 @@ def test_lengths_that_a_defense_hides_are_all_positions_unless_given() -> None:
     assert (lengths_of(wave, known) == LENGTH).all()
 
 
+def test_known_tokens_are_those_with_a_gradient() -> None:
+    wave, known, batches = make()
+    layout = dlg_text(known_tokens=True).layout(wave, known, 2)
+    assert layout.allowed is not None
+    for k, batch in enumerate(batches):
+        inside = layout.words[layout.allowed[2 * k]].tolist()
+        assert sorted(inside) == sorted(set(batch.x.flatten().tolist()) - known.model.special)  # type: ignore[operator]
+    results = dlg_text(known_tokens=True).attempt(wave, known, Budget(3), streams(2))
+    for batch, found in zip(batches, results, strict=True):
+        assert found.x is not None
+        assert set(found.x.flatten().tolist()) <= set(batch.x.flatten().tolist())
+
+
 # ------------------------------------------------------------------------------------------------------- what is found
 
 
@@ -228,8 +241,18 @@ def test_a_missing_language_model_is_reported() -> None:
     wave, known, _ = make()
     bare = replace(known, auxiliary=None)
     assert declined(SMALL(), wave, bare, "auxiliary")
+    assert declined(SMALL(lm="gpt2-that-is-not-there"), wave, known, "cannot be loaded")
     for attack in (SMALL(lm_weight=0), SMALL(discrete="none"), dlg_text()):
         assert attack.attempt(wave, bare, Budget(1), streams(2))[0].status == "converged", "none is asked"
+
+
+def test_known_tokens_are_refused_where_nothing_tells_them() -> None:
+    wave, known, _ = make(freeze=["words"])
+    assert declined(SMALL(known_tokens=True), wave, known, "known_tokens")
+    wave, known, _ = make(links=(gaussian(0.1), local_sgd(1.0)))
+    assert declined(tag(known_tokens=True), wave, known, "known_tokens")
+    wave, known, _ = make(task="next_token")
+    assert declined(dlg_text(known_tokens=True), wave, known, "known_tokens")
 
 
 def test_it_ends_when_its_seconds_are_over() -> None:
