@@ -8,6 +8,7 @@ Zhu et al., "Deep Leakage from Gradients" (2019), as LAMP's paper compares it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,7 +19,13 @@ from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
-from fedgauge.attacks.text.language_prior import LanguageModelTraining, LanguagePrior
+from fedgauge.attacks.text.language_prior import (
+    AUXILIARY,
+    LanguageModelTraining,
+    LanguagePrior,
+    PretrainedPrior,
+    TrainedPrior,
+)
 from fedgauge.attacks.text.sentence_layout import SentenceLayout, on_all_positions, propose, shuffles
 from fedgauge.client.components import Count, NotNegative
 
@@ -57,7 +64,8 @@ class lamp(Attack):
         rate, decay, stride: of Adam; the rate is multiplied by decay every stride iterations.
         length: weight of the embeddings' lengths; default: the paper's, 1, or 25 with l2_l1.
         lm_weight: of the language model; default: the paper's, 0.2, or 60 with l2_l1; 0: none is used.
-        lm_steps: of the training of a small GPT-2 on auxiliary text, at most.
+        lm: auxiliary, a small GPT-2 trained on auxiliary text (at most lm_steps steps), or a model on Hugging Face's hub.
+        lm_folder: folder of a causal model that replaces lm.
         draws, orders: random starts, and random orders of the best start's words; the nearest to the update is used.
         discrete: words move every period iterations (alternating), only at the end, or never (none).
         candidates: orders proposed each time.
@@ -73,6 +81,8 @@ class lamp(Attack):
     l1: NotNegative = 0.01
     length: NotNegative | None = None
     lm_weight: NotNegative | None = None
+    lm: str = AUXILIARY
+    lm_folder: Path | None = None
     lm_steps: Count = 600
     draws: Count = 500
     orders: Count = 500
@@ -109,9 +119,11 @@ class lamp(Attack):
     def _prior(self, known: Knowledge) -> LanguagePrior | None:
         if self.discrete == "none" or not self.weights[1]:
             return None
-        model, device = language_model(known), next(known.model.parameters()).device
+        source, model, device = self.lm_folder or self.lm, language_model(known), next(known.model.parameters()).device
+        if source != AUXILIARY:
+            return PretrainedPrior(source, model.tokenizer, device)
         training = LanguageModelTraining(steps=self.lm_steps)
-        return LanguagePrior(known.public.x, model.pad, model.vocabulary, training, device)
+        return TrainedPrior(known.public.x, model.pad, model.vocabulary, training, device)
 
 
 def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> lamp:

@@ -316,8 +316,7 @@ def test_fewer_rounds_leave_out_the_attacked_ones_beyond(kit: Any, tmp_path: Pat
 
 
 def test_an_attacks_paths_start_from_the_scenarios_folder(tmp_path: Path) -> None:
-    table = {"use": "gi_gip", "generator": {"use": "convolutional", "weights": "w.safetensors"}}
-    assert attack_from(table, tmp_path)["generator"]["weights"] == str(tmp_path / "w.safetensors")
+    assert attack_from({"use": "lamp", "lm_folder": "gpt2"}, tmp_path)["lm_folder"] == str(tmp_path / "gpt2")
 
 
 @pytest.mark.parametrize("changes", [{}, FULL], ids=["small", "full"])
