@@ -242,10 +242,7 @@ class Auditor:
             except ValueError as error:
                 tuned = f"not tuned: {error}"
         before = [_on(memories.get(client, attack.initial()), wave.device) for client in wave.clients]
-        try:
-            reconstructions, after = attack.advance(wave, known, planned.budget, streams, before)
-        except ValueError as error:
-            reconstructions, after = not_applicable(wave, str(error)), list(before)
+        reconstructions, after = attack.advance(wave, known, planned.budget, streams, before)
         expected = (known.batch_size, *known.shape)
         for shape in (tuple(result.x.shape) for result in reconstructions if result.x is not None):
             if shape != expected:

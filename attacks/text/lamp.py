@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.text.certificate import language_model
@@ -112,7 +112,10 @@ class lamp(Attack):
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         deadline = Deadline(budget.seconds)
-        layout, prior = self.layout(wave, known, budget.restarts), self._prior(known)
+        try:
+            layout, prior = self.layout(wave, known, budget.restarts), self._prior(known)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         with torch.no_grad():
             return _BatchDescent(self, layout, prior, streams, budget, deadline).answers()
 

@@ -116,7 +116,7 @@ def test_random_words_are_as_frequent_as_in_auxiliary_text(make: Make, observe: 
     auditor = Auditor(FederationSource(fed))
     known = auditor.knowledge(PlannedAttack("random_words", {"use": "random_words"}))
     wave = observe(make())
-    (found,) = random_words().attempt(wave, known, Budget(1), [partial(generator, "t")])
+    (found,) = random_words().reconstruct(wave, known, Budget(1), [partial(generator, "t")])
     assert found.x is not None
     special = torch.tensor(sorted(fed.model.special))  # type: ignore[arg-type]
     assert known.auxiliary is not None

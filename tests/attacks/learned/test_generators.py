@@ -183,11 +183,11 @@ def test_an_attacker_without_images_searches_a_users_generator(here: Path) -> No
     truth = own(said, SHAPE)(torch.randn(2, 3, generator=generator("truth")))
     wave, known, streams = seen(seeded(1, SHAPE, 4, (24,)), chain(local_sgd(1.0)), truth, torch.tensor([0, 3]))
     attack = gi_gip(generator=said, share=1.0, tv=0.0, prior=0.0)
-    found = attack.attempt(wave, known, Budget(300, restarts=2), streams)
+    found = attack.reconstruct(wave, known, Budget(300, restarts=2), streams)
     assert [r.status for r in found] == ["converged"] * 2
     images = torch.cat([r.x for r in found if r.x is not None])
     assert float(mse(truth, images).max()) < 1e-5
-    (refused, _) = gi_gip(generator={**said, "latent": 5}).attempt(wave, known, Budget(2), streams)
+    (refused, _) = gi_gip(generator={**said, "latent": 5}).reconstruct(wave, known, Budget(2), streams)
     assert refused.status == "not_applicable" and "latents" in refused.reason
 
 
@@ -241,7 +241,7 @@ def gains(x: Tensor, y: Tensor, model: nn.Module, said: dict[str, Any], deviatio
     wave, known, streams = seen(model, chain(gaussian(0.1), local_sgd(1.0)), x, y)
 
     def errors(tv: float, prior: dict[str, Any] | None = None) -> Tensor:
-        found = bayes(tv=tv, rate=0.05, prior=prior).attempt(wave, known, Budget(iterations), streams)
+        found = bayes(tv=tv, rate=0.05, prior=prior).reconstruct(wave, known, Budget(iterations), streams)
         assert {r.status for r in found} == {"converged"}
         return mse(x, torch.cat([r.x for r in found if r.x is not None]))
 
