@@ -31,8 +31,7 @@ _READY = (
     " WHERE own.state = 'queued' AND own.round = j.round AND own.attack_id = j.attack_id AND own.wave = j.wave"
     " AND earlier.state IN ('queued', 'leased'))"
 )
-# finished numbers the ended jobs in order; ended: seconds since 1970
-_END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs), ended = (julianday('now') - 2440587.5) * 86400"
+_END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs)"  # numbers the ended jobs in order
 _REREAD = "INSERT INTO meta VALUES (?, '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
 
 
@@ -237,7 +236,7 @@ class JobQueue(LedgerReads):
             # `finished` stays, as readers ask for later jobs
             self._delete_scores(db, ids)
             db.executemany(
-                "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL, graded_to = NULL,"
+                "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, graded = NULL, graded_to = NULL,"
                 f" memory = NULL, numerics_id = NULL, wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
                 [(wave, i) for i in ids],
             )

@@ -31,15 +31,15 @@ class LedgerReads(LedgerFile):
         """
         if self._modality is not None:
             return self._modality
-        named = self._db.execute("SELECT value fact FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()
+        named = self._db.execute("SELECT value FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()
         if named is None:
             rows = self._db.execute("SELECT DISTINCT metric FROM scores")
             return modality_measured([row["metric"] for row in rows])
         fault: Exception | None = None
-        if (found := modality_stored(named["fact"])) is None:
+        if (found := modality_stored(named["value"])) is None:
             try:
                 self.load_data()
-                found = modality_stored(named["fact"])
+                found = modality_stored(named["value"])
             except (OSError, ValueError) as error:
                 fault = error
         if found is None:
@@ -152,18 +152,18 @@ class LedgerReads(LedgerFile):
         A reconstruction without a grade has one row of status UNGRADED.
         """
         blind = f"EXISTS (SELECT 1 FROM meta WHERE key = 'mode' AND value = '{DEPLOYMENT}')"
-        # NULL, which no row may have, for scores of another attack
-        own = "CASE WHEN s.attack IN (a.name, printf('" + wrong_client("%s") + "', a.name)) THEN s.attack END attack"
-        of = "FROM jobs j JOIN scores s ON s.job_id = j.id LEFT JOIN attacks a ON a.id = j.attack_id"
+        # an attack scores under its own name
+        own = "s.attack IN (a.name, printf('" + wrong_client("%s") + "', a.name))"
+        of = f"FROM jobs j JOIN scores s ON s.job_id = j.id JOIN attacks a ON a.id = j.attack_id AND {own}"
         query = (
-            f"SELECT s.round, s.client, {own}, s.example, s.metric, s.status, s.value"
+            f"SELECT s.round, s.client, s.attack, s.example, s.metric, s.status, s.value"
             f" {of} WHERE j.finished > ?1 AND s.metric != ?2"
-            f" UNION ALL SELECT s.round, s.client, {own}, {WHOLE_BATCH}, ?3, '{UNGRADED}', NULL"
+            f" UNION ALL SELECT s.round, s.client, s.attack, {WHOLE_BATCH}, ?3, '{UNGRADED}', NULL"
             f" {of} WHERE {blind} AND j.finished > ?1 AND s.metric = ?2"
             " AND j.graded IS NULL AND NOT EXISTS (SELECT 1 FROM scores g WHERE g.job_id = j.id AND g.metric != s.metric)"
         )
         rows = self._db.execute(query, (finished, OBJECTIVE, self.modality.main.metric))
-        rows.row_factory = self._tuple
+        rows.row_factory = None
         yield from rows
 
     def size_of(self, round: int, client: int) -> int:
