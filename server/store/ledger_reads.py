@@ -44,7 +44,7 @@ class LedgerReads(LedgerFile):
                 fault = error
         if found is None:
             raise LedgerError(
-                f"{self.path}: no data known here has the metric {named['fact']!r:.60}: {fault}"
+                f"{self.path}: no data known here has the metric {named['value']!r:.60}: {fault}"
             ) from fault
         self._modality = found
         return found

@@ -119,7 +119,7 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
         "CREATE TRIGGER t AFTER INSERT ON meta BEGIN DELETE FROM scores; END",
         "CREATE TABLE more (x)",
         "DROP TABLE rounds",
-        "ALTER TABLE jobs ADD COLUMN more",
+        "ALTER TABLE jobs ADD COLUMN more TEXT",
         "DROP INDEX jobs_by_state",
     ],
 )
