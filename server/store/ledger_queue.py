@@ -249,11 +249,10 @@ class JobQueue(LedgerReads):
             again: also jobs with grades, and jobs that could not be graded.
         """
         rows = self._db.execute(
-            "SELECT id, (SELECT name FROM attacks WHERE id = attack_id) attack, round, client, other, status, seconds, open FROM"
-            " (SELECT j.*, s.status, s.seconds, EXISTS (SELECT 1 FROM jobs w WHERE w.round = j.round"
-            " AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            "SELECT j.id, a.name attack, j.round, j.client, j.other, s.status, s.seconds, EXISTS (SELECT 1 FROM jobs w"
+            " WHERE w.round = j.round AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
             " JOIN scores s ON s.job_id = j.id AND s.metric = ? WHERE j.state = 'done' AND (j.graded IS NULL OR ?)"
-            " ORDER BY j.round, j.client, a.role = 'baseline', a.id LIMIT -1)",
+            " ORDER BY j.round, j.client, a.role = 'baseline', a.id",
             (OBJECTIVE, again),
         )
         return [Ungraded(**dict(row)) for row in rows]
@@ -288,7 +287,7 @@ class JobQueue(LedgerReads):
         rows = self._db.execute(
             "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.graded IS NULL blind FROM jobs j"
             " JOIN attacks a ON a.id = j.attack_id LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"
-            " WHERE (j.state = 'done' OR j.graded NOTNULL) AND a.metric IN (?, ?) ORDER BY a.id, j.round, j.client LIMIT -1",
+            " WHERE (j.state = 'done' OR j.graded NOTNULL) AND a.metric IN (?, ?) ORDER BY a.id, j.round, j.client",
             (MEMBER, HELD),
         )
         return [FinishedTest(**dict(row)) for row in rows]
@@ -306,9 +305,8 @@ class JobQueue(LedgerReads):
     def graded(self) -> list[sqlite3.Row]:
         """Count finished jobs by grading: attack, reason for a missing grade (NULL: not asked yet), graded_to, number of jobs."""
         return self._db.execute(
-            "SELECT a.name attack, reason, graded_to, jobs FROM (SELECT attack_id, graded reason, graded_to, count(*) jobs"
-            " FROM jobs WHERE state = 'done' GROUP BY attack_id, graded, graded_to) JOIN attacks a ON a.id = attack_id"
-            " ORDER BY a.id, jobs DESC, reason, graded_to"
+            "SELECT a.name attack, graded reason, graded_to, count(*) jobs FROM jobs JOIN attacks a ON a.id = attack_id"
+            " WHERE state = 'done' GROUP BY a.id, graded, graded_to ORDER BY a.id, jobs DESC, reason, graded_to"
         ).fetchall()
 
     def describe(self, part: Literal["knowledge", "training", "grading"], words: Mapping[str, str]) -> None:

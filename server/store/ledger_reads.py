@@ -52,20 +52,17 @@ class LedgerReads(LedgerFile):
     def reasons(self, state: Literal["done", "failed"] = "done") -> list[sqlite3.Row]:
         """Return the reasons of finished (or failed) jobs, the most frequent first: attack, reason, number of jobs."""
         return self._db.execute(
-            "SELECT a.name attack, reason, jobs FROM (SELECT attack_id, error reason, count(*) jobs FROM jobs"
-            " WHERE state = ? AND error IS NOT NULL GROUP BY attack_id, error) JOIN attacks a ON a.id = attack_id"
-            " ORDER BY jobs DESC, a.id, reason",
+            "SELECT a.name attack, error reason, count(*) jobs FROM jobs JOIN attacks a ON a.id = attack_id"
+            " WHERE state = ? AND error IS NOT NULL GROUP BY a.id, error ORDER BY jobs DESC, a.id, reason",
             (state,),
         ).fetchall()
 
     def outcomes(self) -> list[sqlite3.Row]:
         """Count the ended jobs: attack, role, status (an attack's own, or "failed"), number of jobs."""
         return self._db.execute(
-            "SELECT a.name attack, a.role, outcome status, jobs FROM"
-            " (SELECT j.attack_id, coalesce((SELECT min(s.status) FROM scores s"
-            " WHERE s.job_id = j.id AND s.attack = (SELECT name FROM attacks WHERE id = j.attack_id)), j.state) outcome,"
-            " count(*) jobs FROM jobs j WHERE j.state IN ('done', 'failed') GROUP BY j.attack_id, outcome)"
-            " JOIN attacks a ON a.id = attack_id ORDER BY a.id, outcome"
+            "SELECT a.name attack, a.role, count(*) jobs, coalesce((SELECT min(s.status) FROM scores s"
+            " WHERE s.job_id = j.id AND s.attack = a.name), j.state) status FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            " WHERE j.state IN ('done', 'failed') GROUP BY a.id, 4 ORDER BY a.id, 4"
         ).fetchall()
 
     def fates(self) -> list[sqlite3.Row]:
@@ -85,10 +82,8 @@ class LedgerReads(LedgerFile):
     def numerics(self) -> list[sqlite3.Row]:
         """Return the numerics of attacks: device, name, precision, deterministic, torch, driver, jobs."""
         return self._db.execute(
-            "SELECT n.device, n.name, n.precision, n.deterministic, n.torch, n.driver, jobs FROM"
-            " (SELECT numerics_id, count(*) jobs FROM jobs WHERE attack_id IN (SELECT id FROM attacks"
-            " WHERE role = 'attack') GROUP BY numerics_id)"
-            " JOIN numerics n ON n.id = numerics_id ORDER BY n.device, n.id"
+            "SELECT n.*, count(*) jobs FROM jobs JOIN attacks a ON a.id = attack_id JOIN numerics n ON n.id = numerics_id"
+            " WHERE a.role = 'attack' GROUP BY n.id ORDER BY n.device, n.id"
         ).fetchall()
 
     def rounds(self, since: int = 0) -> list[sqlite3.Row]:
