@@ -25,7 +25,7 @@ from fedgauge.client.update import Batch
 from fedgauge.server.pool.assumed_training import MOST_UPDATES, doubt, unchecked
 from fedgauge.server.pool.executors import last_line
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungraded, comparable
+from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungraded
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, by_weights
@@ -61,7 +61,7 @@ def grade(
     source, nodes = TapeSource(scenario.federation, run=run, ledger=ledger), ledger.nodes()
     grader = Auditor(source).grader
     with run.lock("audit"):
-        jobs, tests = comparable(ledger.ungraded(again=True), scenario.protocol), finished_tests(ledger, untested)
+        jobs, tests = ledger.ungraded(again=True), finished_tests(ledger, untested)
         found = {
             key: truth.batch(*key, scenario.federation.shards.dataset, nodes)
             for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))

@@ -101,7 +101,7 @@ def test_a_sum_is_a_canarys_whoever_answers_first() -> None:
     """Client 4 may miss a round; the sum of clients 5 to 7 is then called by client 5."""
     chosen = scenario(
         clients=8, chain=CHAINS["clipped updates"], canaries={"clients": 3}, attack=[{"use": "idlg"}],
-        secure_sum={"group": 4, "threshold": 3}, stragglers={"probability": 0.2},
+        secure_sum={"group": 4, "threshold": 3},
     )  # fmt: skip
     idlg, looked = chosen.plan.attacks[0], chosen.plan.attacks[-1]
     assert looked.name == CANARIES

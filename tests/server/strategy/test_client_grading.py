@@ -214,7 +214,7 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def grader(run: Run, ledger: Ledger, grid: Counting) -> ClientGrader:
-    return ClientGrader(run, ledger, grid, grid.clients, small().protocol, timeout=30.0)
+    return ClientGrader(run, ledger, grid, grid.clients, timeout=30.0)
 
 
 def test_one_query_a_client_and_round_and_none_again(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_client_that_never_answers_is_waited_for_once_in_training_and_once_at_
     with run.ledger() as ledger, flower():
         grid.mute = {2}
         grid.waited.clear()  # the training's own
-        asks = ClientGrader(run, ledger, grid, grid.clients, small().protocol, timeout=300.0)
+        asks = ClientGrader(run, ledger, grid, grid.clients, timeout=300.0)
         for _ in range(3):
             asks.ask()
         assert grid.queries.count(2) == 1, "it let one question pass"
