@@ -110,23 +110,6 @@ def case(fed: Federation, wave: Wave, others: Mapping[int, int] = {}) -> Case:
     return Case(fed, "membership", known, wave, wave, others, {}, 0)
 
 
-def test_round_membership_uses_the_highest_score(fed: Federation, observe: Make) -> None:
-    wave = observe(fed, (0, 1))
-    test = MembershipTest(case(fed, wave, {0: 1, 1: 0}), 100, 0, wave.clients)
-    scores = torch.rand(2, len(test.candidates.y), generator=generator("scores")).double()
-    highest = scores.max(0).values
-    found = test.of_updates(scores, (0, 1))
-    own = torch.isin(test.strangers.y, fed.batch_at(0, 1).y)
-    members = highest[torch.searchsorted(test.rows, fed.rows_at(0, 1))]
-    expected = above(members, highest[len(test.rows) :][own]).tolist()
-    assert [r.value for r in found[0] if r.metric == "round_membership"] == expected
-    assert {r.attack for rows in found.values() for r in rows if r.metric.startswith("round_membership")} == {
-        "membership"
-    }
-    alone = test.of_updates(scores[:1], (0,))
-    assert not [r for r in alone[0] if r.metric.startswith("round_membership")], "of one update it is the same question"
-
-
 def test_the_attack_does_not_know_the_members(fed: Federation, observe: Make) -> None:
     """The members are spread over the candidates, and a change of the order changes no score."""
     wave = observe(fed, (0, 1))

@@ -86,7 +86,7 @@ def test_rows_without_a_value_are_counted_next_to_what_was_measured(
         ([], "threshold"),
         (["--junit", "x.xml"], "threshold"),
         (["--fail-above", "psnrr=20"], "did you mean psnr?"),
-        (["--fail-above", "anybody_membership=.7"], "did you mean round_membership or"),  # its name before 0.1
+        (["--fail-above", "held_membership=.7"], "did you mean membership or"),  # its name before 0.1
         (["--fail-above", "held_membership=.7"], "or dataset_membership?"),
         (["--fail-above", "leakage=1"], "there are: psnr"),
         (["--fail-above", "mse=.1"], "--fail-below"),
