@@ -22,8 +22,9 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.client_grading import ANSWERING, UNGRADED, ClientGrader, read
 from fedgauge.simulations.run.create import create_run
-from fedgauge.simulations.run.in_memory import MemoryGrid, flower, train
+from fedgauge.simulations.run.in_memory import flower, train
 from tests import small_runs
+from tests.owned import OwnedGrid, train_owned
 
 CHAIN = [{"use": "local_sgd", "rate": 0.1}]
 ATTACKS = [
@@ -65,7 +66,7 @@ def deployed(folder: Path, scenario: Scenario, files: Sequence[Path], number: in
     )
     service.start()
     try:
-        train(run, files, number)
+        train_owned(run, files, number)
     finally:
         training.clear()
         service.join()
@@ -181,7 +182,7 @@ def attacked(folder: Path, scenario: Scenario, **changes: Any) -> tuple[Run, "Co
     return run, grid
 
 
-class Counting(MemoryGrid):
+class Counting(OwnedGrid):
     """Counts what is asked, and can lose a client."""
 
     def __init__(self, scenario: Scenario, files: Sequence[Path], number: int = 1) -> None:
