@@ -73,13 +73,13 @@ class LocalDeployment:
             time.sleep(0.1)
         register(self.deployment, link(self.addresses))
 
-    def check(self, *needed: str) -> None:
-        """Check that these services are at work.
+    def check(self, *names: str) -> None:
+        """Check that these services have not failed.
 
         Raises:
-            TrainingFailed: one of them died.
+            TrainingFailed: one of them has.
         """
-        for name in needed:
+        for name in names:
             if status := self.status(name):
                 raise TrainingFailed(self.blame(name, f"exit status {status}"))
 
@@ -113,10 +113,10 @@ def up(
         run, resumed = deployment.begin(deployment.next_run(new), here=True)
         if resumed:
             _check_resumable(deployment, run)
-        curious = run.scenario().audit.curious
+        scenario = run.scenario()
         with (
             closing(LocalDeployment(deployment, run.name)) as local,
-            view_of(run, console, log, run.scenario()).shown() as view,
+            view_of(run, console, log, scenario).shown() as view,
         ):
             view.note = f"waiting for the SuperLink and {deployment.clients} SuperNodes"
             if resumed:
@@ -124,10 +124,12 @@ def up(
 
             def look_on() -> None:
                 view.update()
-                if curious and "attack" not in local.children and run.at_work("training"):
+                if scenario.audit.curious and "attack" not in local.children and run.at_work("training"):
                     local.begin("attack")
-                if not interrupt.asked:  # a client may die, as may the attack service while others train
-                    local.check("superlink", "serverapp", *(["attack"] if curious and run.model.exists() else []))
+                if not interrupt.asked:  # a client may die, and the attack service while the clients train
+                    local.check("superlink", "serverapp")
+                    if "attack" in local.children and run.model.exists():
+                        local.check("attack")
 
             local.listen()
             for name in ("serverapp", "dashboard", *(name for name in local.commands if name.startswith("supernode"))):
