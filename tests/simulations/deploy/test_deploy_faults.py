@@ -6,11 +6,12 @@ import signal
 import ssl
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 
@@ -212,6 +213,16 @@ def cluster(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield local
 
 
+def restart(cluster: LocalDeployment) -> None:
+    """Start what died again, as Docker does."""
+    for name in ("ray-head", "ray-worker"):
+        if cluster.status(name) is not None:
+            with suppress(ProcessLookupError):  # what it had started would hold its port, or answer in its place
+                os.killpg(cluster.children[name].pid, signal.SIGKILL)
+            time.sleep(1.0)
+            cluster.begin(name)
+
+
 def workers_of(cluster: LocalDeployment) -> list[int]:
     """The attack workers that the cluster's own processes have started: they carry its mark."""
     lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in processes.marked(cluster.mark)}
@@ -269,13 +280,10 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     assert there and audit.returncode, f"without a head it fails, and is started again: {said}"
     wait_for(lambda: not joined(cluster), 60)
 
-    cluster.begin("ray-head")
-    wait_for(lambda: processes.listens(head()), 120)
-    wait_for(lambda: cluster.status("ray-worker") is not None, 120)  # it has looked for its head in vain
-    cluster.begin("ray-worker")
+    wait_for(lambda: restart(cluster) or processes.listens(head()), 120)
     audit = begin_audit()
-    try:
-        wait_for(lambda: audit.poll() is not None, 300)
+    try:  # the worker ends when it has looked for its head in vain, and is started again while the audit waits for it
+        wait_for(lambda: restart(cluster) or audit.poll() is not None, 300)
     finally:
         audit.kill()
     _, said = audit.communicate()
