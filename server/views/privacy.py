@@ -1,8 +1,7 @@
 """Accounted epsilons, and the epsilons that canaries measure in one run."""
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -14,10 +13,8 @@ from torch import Tensor
 from fedgauge.attacks.membership.canary_epsilon import CANARY, gaussian_epsilon
 from fedgauge.attacks.membership.one_run import EVIDENCE, GuessBound, guess_bound
 from fedgauge.client.components import SpecError
-from fedgauge.defenses.accounting import Accountant, NoGuarantee, PrivacyStatement, privacy_statement, records_of
-from fedgauge.server.store.ledger import Ledger
+from fedgauge.defenses.accounting import Accountant, NoGuarantee, PrivacyStatement, privacy_statement
 from fedgauge.server.store.ledger_types import repeated
-from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import many
 from fedgauge.server.views.intervals import NORMAL_95
 from fedgauge.server.views.participation import rounds_seen
@@ -29,51 +26,19 @@ MOST = 1e6  # a canary's score is clipped to
 
 @viewed
 def spent_in(reading: RunSnapshot) -> PrivacyStatement:
-    """Return the largest epsilons that any client has spent; None, with the reason, if there is none."""
+    """Return the largest epsilons that any client may have spent; None, with the reason, if there is none."""
     try:
-        spending = Spending(reading.scenario, reading.ledger, reading.answered)
+        scenario = reading.scenario
     except SpecError as error:
         return PrivacyStatement(None, None, math.nan, f"No epsilon on this machine: {error}.")
-    statement = spending.of_all()
-    assumed = ", as the clients are assumed to defend" if reading.ledger.deployed else ""
+    meta, deployed = reading.meta, reading.ledger.deployed
+    seen, further = rounds_seen(scenario.protocol, reading.answered), repeated(meta)
+    # a deployment's clients may have answered in a round that is not recorded
+    further += deployed and reading.ledger.last_round() < int(meta.get("rounds") or scenario.protocol.rounds)
+    rounds = {client: len(seen.get(client, ())) + further for client in (0, *seen)}  # also without a recorded reply
+    statement = privacy_statement(scenario.federation, rounds, scenario.privacy.delta, secret=not deployed)
+    assumed = ", as the clients are assumed to defend" if deployed else ""
     return replace(statement, words=f"Differential privacy{assumed}: {statement.words}.")
-
-
-class Spending:
-    """Privacy loss of a run's clients.
-
-    Args:
-        answered: round and client of every update that may have been sent.
-    """
-
-    def __init__(self, scenario: Scenario, ledger: Ledger, answered: Iterable[tuple[int, int]]) -> None:
-        meta = ledger.meta()
-        self._federation, self.delta, self._secret = scenario.federation, scenario.privacy.delta, not ledger.deployed
-        self._seen = {c: sorted(rounds) for c, rounds in rounds_seen(scenario.protocol, answered).items()}
-        self._again, self._last = repeated(meta), ledger.last_round()
-        # a deployment's clients may have answered in a round that is not recorded
-        self._under_way = int(ledger.deployed and self._last < int(meta.get("rounds") or scenario.protocol.rounds))
-        self._known: dict[tuple[int, int], float | None] = {}
-
-    def _rounds(self, client: int, until: float = math.inf) -> int:
-        """Return the number of rounds in which a client may have answered, up to one."""
-        under_way = self._under_way if until >= self._last else 0
-        return bisect_right(self._seen.get(client, ()), until) + self._again + under_way
-
-    def of_all(self) -> PrivacyStatement:
-        """Return the most that any client has spent, also one without a recorded reply."""
-        return self._statement({client: self._rounds(client) for client in (0, *self._seen)})
-
-    def record(self, client: int, until: int) -> float | None:
-        """Return the epsilon of one record by the end of a round; None if none holds."""
-        rounds = self._rounds(client, until)
-        key = rounds, records_of(self._federation, client)
-        if key not in self._known:
-            self._known[key] = self._statement({client: rounds}).record
-        return self._known[key]
-
-    def _statement(self, rounds: Mapping[int, int]) -> PrivacyStatement:
-        return privacy_statement(self._federation, rounds, self.delta, self._secret)
 
 
 class Estimate(NamedTuple):
@@ -90,19 +55,16 @@ class CanaryEstimate:
     """Epsilon for all of a client's data, estimated from the canaries' updates.
 
     The statistic of a canary is its cosine with each of its updates in standard deviations of chance, summed over rounds and
-    divided by the root of their number. It is N(mean, deviation^2), and N(-mean, deviation^2) for the opposite direction.
+    divided by the root of their number. It is N(mean, 1), and N(-mean, 1) for the opposite direction.
 
     Args:
         releases: largest number of updates of a canary.
-        seen: with a known deviation of 1.
-        measured: with the deviation among the canaries.
         accounted: epsilon of as many releases; None: none holds.
     """
 
     canaries: int
     releases: int
     seen: Estimate
-    measured: Estimate
     accounted: float | None
 
 
@@ -113,27 +75,20 @@ def canary_estimate(scores: Scores, delta: float, accounted: Callable[[int], flo
         accounted: the epsilon of a number of releases.
     """
     rows = _measured(scores, CANARY)
-    _, own, count = np.unique(rows.example, return_inverse=True, return_counts=True)
+    _, count = np.unique(rows.example, return_counts=True)
     if len(count) < 2:
         return None
-    root, releases = np.sqrt(count), int(count.max())
-    mean = float(rows.value.mean() * math.sqrt(releases))
-    deviation = float(np.std(np.bincount(own, rows.value) / root - rows.value.mean() * root, ddof=1))
-    known = _interval(mean, math.sqrt(releases / len(rows)), delta)
-    ratio = mean / deviation if deviation > 0 else 0.0
-    spread = math.sqrt(releases / len(rows) + ratio**2 / (2 * (len(count) - 1)))
-    return CanaryEstimate(len(count), releases, known, _interval(ratio, spread, delta), accounted(releases))
+    releases = int(count.max())
+    mean, error = float(rows.value.mean() * math.sqrt(releases)), math.sqrt(releases / len(rows))
+    # the epsilon between N(mean, 1) and N(-mean, 1), with the interval that the mean's error gives
+    ends = (mean, mean - NORMAL_95 * error, mean + NORMAL_95 * error)
+    seen = Estimate(*(gaussian_epsilon(2 * max(0.0, end), delta) for end in ends))
+    return CanaryEstimate(len(count), releases, seen, accounted(releases))
 
 
 def _measured(scores: Scores, metric: str) -> Scores:
     rows = scores.where(scores.named(metric) & np.isfinite(scores.value))
     return replace(rows, value=np.clip(rows.value, -MOST, MOST))
-
-
-def _interval(mean: float, error: float, delta: float) -> Estimate:
-    """Return the epsilon between N(mean, 1) and N(-mean, 1), with the interval that the mean's error gives."""
-    ends = (mean, mean - NORMAL_95 * error, mean + NORMAL_95 * error)
-    return Estimate(*(gaussian_epsilon(2 * max(0.0, end), delta) for end in ends))
 
 
 @dataclass(frozen=True)
@@ -212,8 +167,7 @@ def _accounted(reading: RunSnapshot, releases: int) -> float | None:
 def canary_words(last: CanaryEstimate, delta: float) -> str:
     words = (
         f"{last.canaries} canaries sent a fixed random direction in place of an update, at most {many(last.releases, 'time')} "
-        f"each. Their cosines show an epsilon of {last.seen} for all of a client's data at delta {delta:g}; with the spread "
-        f"measured, {last.measured}. "
+        f"each. Their cosines show an epsilon of {last.seen} for all of a client's data at delta {delta:g}. "
     )
     above = last.accounted is not None and math.isfinite(last.seen.low) and last.seen.low > last.accounted
     return words + _beside(last.accounted, above)

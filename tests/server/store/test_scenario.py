@@ -59,7 +59,7 @@ def test_clients_are_sent_the_protocol_and_nothing_of_the_plan(kit: Any) -> None
         strategy={"use": "FedAdam", "eta": 0.123},
     )
     sent = scenario.protocol.to_json()
-    assert set(json.loads(sent)) == {"seed", "rounds", "clients", "data", "model", "chain", "stragglers"}
+    assert set(json.loads(sent)) == {"seed", "rounds", "clients", "data", "model", "chain"}
     for private in ("attack", "12345", "secret", "77", "attacked", "FedAdam", "0.123", "audit", "tape"):
         assert private not in sent
 
@@ -161,7 +161,6 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
         ({"audit": {"curious": "no"}}, "[audit]: curious must be true or false, got 'no'"),
         ({"model": {"use": "mlp", "hidden": [2**63]}}, "[model]: hidden[0] must fit in 64 bits"),
         ({"simulation": {"round_timeout": 0}}, "[simulation]: round_timeout must be above 0, got 0"),
-        ({"stragglers": {"probability": 1.0}}, "[stragglers]: probability must be at least 0 and below 1, got 1.0"),
         ({"chain": [CLIP]}, "[[chain]]: a chain needs one local_sgd, local_training or scaffold"),
         (
             {"chain": [{"use": "clip", "max_nrom": 1.0}, SGD]},
@@ -215,7 +214,6 @@ FULL: dict[str, Any] = {
     "audit": {"rounds": [1], "clients": [0], "wave": 1, "executor": "local", "workers": 1, "curious": True},
     "tape": {"keep": "all"},
     "simulation": {"parallel_clients": 1, "round_timeout": 5.0},
-    "stragglers": {"probability": 0.1},
 }
 
 

@@ -30,7 +30,6 @@ CHAIN: list[dict[str, Any]] = TABLES["chain"]  # type: ignore[assignment]
         ({"attack": [{"use": "inverting_gradients", "rate": -1}]}, "[[attack]] #1"),
         ({"audit": {"rounds": [3]}}, "[audit]"),
         ({"tape": {"keep": "some"}}, "[tape]"),
-        ({"stragglers": {"probability": 1.5}}, "[stragglers]"),
     ],
 )
 def test_a_wrong_scenario_is_refused_before_anything_starts(

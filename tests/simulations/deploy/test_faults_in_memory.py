@@ -19,11 +19,12 @@ from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.privacy import Spending, spent_in
+from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.simulations.checks.owner_check import privacy
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
+from tests.owned import OwnedGrid, train_owned
 from tests.small_runs import DEPLOYED
 
 SCENARIO = (
@@ -41,7 +42,7 @@ class Died(BaseException):
     """In the place of a kill."""
 
 
-class Troubled(in_memory.MemoryGrid):
+class Troubled(OwnedGrid):
     """Client 1 is killed in round 2, client 0 is cut off in round 3; both are back in the next round."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -94,7 +95,7 @@ def test_a_run_through_many_faults_ends_complete(tmp_path: Path, monkeypatch: py
     with pytest.raises(Died):
         serve(run, Dying())
     assert deployment.begin("one") == (run, True), "the next start goes on with it"
-    in_memory.train(run, owners, number=2)
+    train_owned(run, owners, number=2)
     serve(run, LocalExecutor())
     complete(run, {(2, 1), (3, 0)})
 
@@ -114,7 +115,7 @@ def complete(run: Run, lost: set[tuple[int, int]]) -> None:
         assert {(round, client) for round, client, *_ in rows} == accepted
 
 
-class Late(in_memory.MemoryGrid):
+class Late(OwnedGrid):
     """Client 1's first update comes after the round's end; the server dies in a round, with all updates there."""
 
     dies: int | None = None
@@ -166,24 +167,15 @@ def page_epsilon(run: Run) -> float:
     return told
 
 
-def tells_what_clients_tell(run: Run, owners: list[Path], updates: int) -> None:
-    """Page and export have the epsilon of the clients' own reports, of so many updates each."""
-    spent = epsilons(owners, updates)
-    assert page_epsilon(run) == pytest.approx(max(spent), rel=1e-3)
-    with closing(RunSnapshot(run)) as reading, reading.now():
-        spending = Spending(reading.scenario, reading.ledger, reading.answered)
-        assert spending.record(1, reading.scenario.protocol.rounds) == pytest.approx(spent[1], rel=1e-3)
-
-
 def test_epsilon_counts_what_came_too_late_and_what_was_answered_to_a_server_that_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Page and export told of fewer updates than the clients' own reports, and each has noise of its own."""
+    """The page told of fewer updates than the clients' own reports, and each has noise of its own."""
     monkeypatch.setattr("fedgauge.server.strategy.client_grading.GRACE", 0.0)
     run, owners = private_deployment(tmp_path)
     train_until(run, owners, dies=2)
     train_until(run, owners, None, number=2)
-    tells_what_clients_tell(run, owners, run.scenario().protocol.rounds + 1)
+    assert page_epsilon(run) == pytest.approx(max(epsilons(owners, run.scenario().protocol.rounds + 1)), rel=1e-3)
 
 
 @pytest.mark.parametrize("dies", [1, 3])
