@@ -19,7 +19,7 @@ from fedgauge.server.pool.executors import LocalExecutor, Result
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.privacy import spent_in
+from fedgauge.server.views.privacy import Spending, spent_in
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.simulations.checks.owner_check import privacy
 from fedgauge.simulations.deploy.folder import Deployment
@@ -167,15 +167,24 @@ def page_epsilon(run: Run) -> float:
     return told
 
 
+def tells_what_clients_tell(run: Run, owners: list[Path], updates: int) -> None:
+    """Page and export have the epsilon of the clients' own reports, of so many updates each."""
+    spent = epsilons(owners, updates)
+    assert page_epsilon(run) == pytest.approx(max(spent), rel=1e-3)
+    with closing(RunSnapshot(run)) as reading, reading.now():
+        spending = Spending(reading.scenario, reading.ledger, reading.answered)
+        assert spending.record(1, reading.scenario.protocol.rounds) == pytest.approx(spent[1], rel=1e-3)
+
+
 def test_epsilon_counts_what_came_too_late_and_what_was_answered_to_a_server_that_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page told of fewer updates than the clients' own reports, and each has noise of its own."""
+    """Page and export told of fewer updates than the clients' own reports, and each has noise of its own."""
     monkeypatch.setattr("fedgauge.server.strategy.client_grading.GRACE", 0.0)
     run, owners = private_deployment(tmp_path)
     train_until(run, owners, dies=2)
     train_until(run, owners, None, number=2)
-    assert page_epsilon(run) == pytest.approx(max(epsilons(owners, run.scenario().protocol.rounds + 1)), rel=1e-3)
+    tells_what_clients_tell(run, owners, run.scenario().protocol.rounds + 1)
 
 
 @pytest.mark.parametrize("dies", [1, 3])
