@@ -15,20 +15,20 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp, vjp, vmap
+from torch.func import vjp, vmap
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
 from fedgauge.attacks.engine.compatibility import doubled
-from fedgauge.attacks.engine.computation import LayerCall, LayerCallRecorder, close, run, undisturbed
+from fedgauge.attacks.engine.computation import LayerCall, LayerCallRecorder, along, close, run, undisturbed
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader, check_one_example, labels_of
 from fedgauge.attacks.problem import Problem, Unattackable
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update, relative_error
 
 LARGEST = 4096  # values that a layer reads, up to which its equations are solved in seconds
-LARGEST_BENT = 1024  # the same where they are solved again at each step
+LARGEST_BENT = 2400  # the same where they are solved again at each step
 STARTS = 6  # of bent equations, the first at the mean
 STEPS = 40  # from each
 DAMPED = 12  # tries of one step, each more damped
@@ -299,7 +299,7 @@ def _differentiable(step: _Step, params: Params, values: Tensor) -> _Step:
         return out, back(torch.ones_like(out))
 
     try:
-        vmap(lambda v: jvp(gradients, (values[0],), (v,))[1])(values)
+        along(gradients, values[0], values)
     except RuntimeError as error:
         _decline(step.name, f"has no second derivative ({type(error).__name__})")
     return step
@@ -404,7 +404,7 @@ def _bent(
         return float(misfits(x).square().sum() + ((x - mean.flatten()) / SPREAD).square().sum())
 
     def equations(x: Tensor) -> Tensor:
-        slopes = torch.cat([vmap(lambda v: jvp(misfits, (x,), (v,))[1])(part) for part in units]).T
+        slopes = torch.cat([along(misfits, x, part) for part in units]).T
         return torch.linalg.qr(torch.cat([slopes, (slopes @ x - misfits(x))[:, None]], 1), mode="r").R
 
     rng, found = generator("starts"), (math.inf, mean.flatten())
