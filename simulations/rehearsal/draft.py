@@ -112,17 +112,25 @@ class Observed:
 
 
 def check_attackable(
-    draft: Draft, observed: Observed, first: Mapping[str, Any], arrays: Mapping[str, np.ndarray], form: Form | None
+    draft: Draft,
+    observed: Observed,
+    first: Mapping[str, Any],
+    arrays: Sequence[Mapping[str, np.ndarray]],
+    form: Form | None,
 ) -> Target | None:
     """Refuse what no attack fits; return what the loss compares, unless each word is learnt from those before it.
 
     Args:
-        arrays: inputs x and labels y of a client.
+        arrays: inputs x and labels y of this training, then of others.
         form: of the inputs.
     """
-    x, y, network = arrays.get("x"), arrays.get("y"), first["network"]
+    x, y, network = arrays[0].get("x"), arrays[0].get("y"), first["network"]
+    inputs = [each["x"] for each in arrays if "x" in each]
     if network is None and "func" in first["notes"]:
         draft.refuse("network", first["notes"]["func"], "compute gradients by backward()")
+    elif network is None and first["steps"]:
+        why = "an optimizer of torch made steps, but no module with its parameters was called"
+        draft.refuse("network", why, "call the network itself, as net(x), not a method of it")
     elif network is None:
         seen = f" ({', '.join(observed.frameworks)} is loaded)" if observed.frameworks else ""
         draft.refuse(
@@ -137,12 +145,14 @@ def check_attackable(
             why = "is one of several networks that are trained by turns, as in a GAN"
         remedy = "attacks need one module whose forward computes all that is trained: call that module"
         draft.refuse("networks", why, remedy, network)
-    elif "inputs" in first["notes"] or x is None:
+    elif "inputs" in first["notes"] or x is None or (form is None and len({each.shape[1:] for each in inputs}) > 1):
         seen = first["notes"].get("inputs", "inputs have different shapes")
         draft.refuse("inputs", seen, "one tensor of images, rows or token ids is needed")
+    elif not all(np.isfinite(each).all() for each in inputs):
+        draft.refuse("inputs", "some inputs are not finite (NaN or infinite)", "fill gaps before the network")
     elif form is None:
         words = "token ids are attacked in networks of the package transformers (BERT, GPT-2, Llama and their like)"
-        remedy = words if np.issubdtype(x.dtype, np.integer) else "such inputs have no attack here yet"
+        remedy = words if x.ndim == 2 else "convert inputs to floating point before the network"
         draft.refuse("inputs", f"takes {x.dtype} of shape {x.shape[1:]}", remedy, network)
     elif form.language and (kind := (form.language["adapter"] or {}).get("kind")):
         draft.refuse("adapter", f"is adapted by {kind}", "LoRA is attacked here", network)
@@ -334,6 +344,10 @@ def _training(
     accumulate = max(1, steps[0]["passes"])
     if accumulate > 1:
         values["accumulate"] = accumulate
+    rest = n % max(sizes)
+    if [*sizes] != ([max(sizes)] * (n // max(sizes)) + [rest] * (rest > 0)) * epochs:
+        why = f"batches have {min(sizes)} to {max(sizes)} examples; the draft takes {max(sizes)}, and a last one with the rest"
+        draft.note("batches", why)
     if max(sizes) < n:
         values["batch_size"] = max(sizes)
         if reordered or epochs > 1:

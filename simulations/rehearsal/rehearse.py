@@ -71,6 +71,7 @@ INEXACT = (
     "mods",
     "turns",
     "large",
+    "checkpoint",
 )
 MOST_TRIES = 8  # to fit a rate
 PATIENCE = 30  # seconds until the app's last line is printed, and again each time that this doubles
@@ -140,10 +141,10 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     draft, nodes = Draft(), observed.nodes
     refused = Rehearsal(run, draft, run.folder, (), "")
     first = observed.clients[nodes[0]][0] if nodes else next(rounds[0] for rounds in observed.clients.values())
-    arrays = [_arrays(facts) for rounds in observed.clients.values() for facts in rounds if "data" in facts]
-    inputs = [each["x"] for each in arrays]
+    arrays = [_arrays(facts) for rounds in ([first], *observed.clients.values()) for facts in rounds]
+    inputs = [each["x"] for each in arrays if "x" in each]
     form = form_of(inputs, first["normalised"], observed.language, first["output"]) if inputs else None
-    target = check_attackable(draft, observed, first, _arrays(first), form)
+    target = check_attackable(draft, observed, first, arrays, form)
     if not draft.fatal and len(nodes) < 2:
         draft.refuse("clients", "one client trained, and none is left to provide public data", "raise --clients")
     if draft.fatal or form is None:
@@ -191,7 +192,9 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
                 keep_layers(draft, kept, client, began, files)
                 scenario = draft.scenario()
             own_rounds = observed.clients[attacked[0]][: 1 if kept else None]
-            proof, seconds = _proof(run, draft, scenario, own_rounds, client, (form, target))
+            firsts = {numbers[node]: observed.clients[node][0] for node in attacked[1:] if not kept}
+            proof, seconds, unlike = _proof(run, draft, scenario, own_rounds, client, (form, target), firsts)
+            attacked = [node for node in attacked if numbers[node] not in unlike]
         except (UploadMismatch, RuntimeError) as error:  # torch raises the latter, such as for a scripted network
             draft.refuse("uploads" if isinstance(error, UploadMismatch) else "network", str(error), "")
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
@@ -234,12 +237,23 @@ def _never_sent(scenario: Scenario, first: Mapping[str, Any], came: Observation)
 
 
 def _proof(
-    run: Run, draft: Draft, scenario: Scenario, trained: Sequence[Mapping[str, Any]], client: int, kind: Kind
-) -> tuple[str, float]:
+    run: Run,
+    draft: Draft,
+    scenario: Scenario,
+    trained: Sequence[Mapping[str, Any]],
+    client: int,
+    kind: Kind,
+    others: Mapping[int, Mapping[str, Any]],
+) -> tuple[str, float, set[int]]:
     """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
+
+    Also the other clients whose first update it does not give; they are then not attacked.
 
     Uploads may be gradients, and a rate that was not observed is fitted: both are written into the draft, and also if the draft
     gives the first update and not the last, so that only the first round is attacked.
+
+    Args:
+        others: facts of other attacked clients' first training.
 
     Raises:
         UploadMismatch: the upload is not the network's.
@@ -264,28 +278,42 @@ def _proof(
         step = max((torch.finfo(t.dtype).eps for t in came if t.is_floating_point()), default=0.0)
         off, part, exact = _compared(update, scenario, seen, trained[0], kind, step)
         if not exact:
-            words = f"{where}, computed again from the observed examples, differs by {off:.1%}, most in {part}"
+            words = f"{where}, computed again from the observed examples, differs by {off:.2%}, most in {part}"
             left_out = [problem.code for problem in draft.problems if problem.code in INEXACT]
             if left_out:
                 words += f"; the draft is not exact in: {', '.join(left_out)}"
             else:
-                words += "; if the app adds noise, name it in the scenario's [[chain]] (gaussian or dp_sgd)"
+                words += (
+                    "; the app may add noise (name it in [[chain]]: gaussian or dp_sgd), upload an average of weights, "
+                    "or change gradients or weights itself"
+                )
             if not left_out or (off > CLOSE and not {"noise", "autocast"} & {*left_out}):
                 ledger.set_meta(training=words, training_fits="False")
-            return words, seconds
+            return words, seconds, set()
+
+        def fits(row: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+            seen = read_observation(run, ledger, scenario.federation, row["round"], row["client"], row["digest"])
+            return _compared(_computed(scenario, seen, facts, kind)[0], scenario, seen, facts, kind, step)[2]
+
         ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
         if later and len(trained) == 1 + len(later):
-            last = read_observation(run, ledger, scenario.federation, later[-1]["round"], client, later[-1]["digest"])
             alike = trained[-1]["sizes"] == trained[0]["sizes"]
-            again = _computed(scenario, last, trained[-1], kind)[0]
-            if not alike or not _compared(again, scenario, last, trained[-1], kind, step)[2]:
+            if not alike or not fits(later[-1], trained[-1]):
                 draft.add("[audit]", "later rounds train otherwise", rounds=[row["round"]])
                 why = "later rounds train otherwise (SCAFFOLD's correction, another rate, other examples)"
                 remedy = "describe them in [[chain]], then change [audit] to attack more"
                 draft.note("rounds", f"{why}; only round {row['round']} is attacked", remedy)
         rounded = f"differs by {off:.2%}, which rounding explains"
         exactly = f"exact to rounding (relative error {off:.1e})" if off < EXACT else rounded
-        return f"{where}, computed again from the observed examples: {exactly}", seconds
+        firsts = {o["client"]: o for o in reversed(ledger.observations()) if o["client"] in others and o["digest"]}
+        unlike = {each for each, first in firsts.items() if not fits(first, others[each])}
+        if unlike:
+            fitting = sorted({client, *others} - unlike)
+            draft.replace("[audit]", "clients", fitting)
+            named = ", ".join(map(str, sorted(unlike)))
+            why = f"clients {named} train otherwise (another rate or optimizer) and are not attacked"
+            draft.note("clients", why, "describe them in [[chain]], and name them in [audit] clients")
+        return f"{where}, computed again from the observed examples: {exactly}", seconds, unlike
 
 
 def _compared(
