@@ -28,6 +28,7 @@ from fedgauge.simulations.rehearsal.observer import OF_CLASSES
 OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
 SETTINGS = {"sgd": ("momentum", "nesterov"), "adam": ("betas", "eps"), "adamw": ("betas", "eps")}
 UNSUPPORTED = ("dampening", "amsgrad", "maximize", "centered", "lr_decay", "alpha")
+Facts = Mapping[str, Any]  # of one client's training in one round
 LIBRARIES = {"torchvision", "timm"}  # whose networks have components of their own
 # a step without torch.optim; its rate is small, so that the fitted one is near already after one try
 PLAIN = {"optimizer": "SGD", "groups": [{"lr": 2.0**-10}], "passes": 1, "max_norm": None}
@@ -99,7 +100,7 @@ class Observed:
         mods: of the app's clients, by name.
     """
 
-    clients: Mapping[str, Sequence[Mapping[str, Any]]]
+    clients: Mapping[str, Sequence[Facts]]
     failed: Sequence[str] = ()
     frameworks: Sequence[str] = ()
     language: Mapping[str, Any] | None = None
@@ -112,11 +113,7 @@ class Observed:
 
 
 def check_attackable(
-    draft: Draft,
-    observed: Observed,
-    first: Mapping[str, Any],
-    arrays: Sequence[Mapping[str, np.ndarray]],
-    form: Form | None,
+    draft: Draft, observed: Observed, first: Facts, arrays: Sequence[Mapping[str, np.ndarray]], form: Form | None
 ) -> Target | None:
     """Refuse what no attack fits; return what the loss compares, unless each word is learnt from those before it.
 
@@ -138,7 +135,7 @@ def check_attackable(
             "gradients of other frameworks, trees and trainings in other processes cannot be inverted here",
         )  # fmt: skip
     elif "unread" in first["notes"]:
-        draft.refuse("unread", first["notes"]["unread"], "record the app by tap, with a scenario of your own", network)
+        draft.refuse("unread", first["notes"]["unread"], "record the app by tap, with a scenario of your own")
     elif first["outside"] and not (form and form.next_token):
         why = f"is trained with {first['outside']} parameters outside of it"
         if "turns" in first["notes"]:
@@ -236,7 +233,7 @@ def write_draft(
                     draft.note(code, words)
 
 
-def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
+def _examples(rounds: Sequence[Facts]) -> tuple[int, int, bool]:
     """Return a client's examples of a round, the passes over them, and whether their order changes."""
     orders = [[row.tobytes() for row in read_npz(Path(facts["data"]))["x"]] for facts in rounds]
     total, unique = len(orders[0]), len(set(orders[0]))
@@ -251,7 +248,7 @@ def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
 
 def _data(
     draft: Draft,
-    public: Sequence[Mapping[str, Any]],
+    public: Sequence[Facts],
     form: Form,
     target: Target | None,
     files: Path,
@@ -270,7 +267,7 @@ def _data(
     )  # fmt: skip
 
 
-def _loss(draft: Draft, first: Mapping[str, Any], target: Target | None) -> None:
+def _loss(draft: Draft, first: Facts, target: Target | None) -> None:
     """Name the loss, and say what is left out of it."""
     if target is None:
         draft.add("[loss]", "the network returns logits for each token", use="next_token")
@@ -283,7 +280,7 @@ def _loss(draft: Draft, first: Mapping[str, Any], target: Target | None) -> None
         draft.note("loss", f"{target.name} has {', '.join(target.left_out)}, which the draft leaves out")
 
 
-def _scale(draft: Draft, first: Mapping[str, Any], passes: int) -> float | None:
+def _scale(draft: Draft, first: Facts, passes: int) -> float | None:
     """Return what multiplies the mean loss of a step, such as the examples where clients minimise a sum; None if it varies."""
     scales, mu = first["scales"], first["proximal_mu"]
     if not scales:
@@ -388,7 +385,7 @@ def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, Any]:
     return {}
 
 
-def with_network(draft: Draft, first: Mapping[str, Any], form: Form) -> Scenario | None:
+def with_network(draft: Draft, first: Facts, form: Form) -> Scenario | None:
     """Add the call that builds the observed network; None, with a problem, if none of those seen can be repeated."""
     reasons = []
     for network, origin in _networks(first, form):
@@ -413,7 +410,7 @@ def with_network(draft: Draft, first: Mapping[str, Any], form: Form) -> Scenario
     return None
 
 
-def _networks(first: Mapping[str, Any], form: Form) -> list[tuple[dict[str, Any], str]]:
+def _networks(first: Facts, form: Form) -> list[tuple[dict[str, Any], str]]:
     """Return the tables of [model] that may build the network, with their origin."""
     if form.language:
         kind = "decoder" if form.next_token else "encoder"
@@ -434,9 +431,7 @@ def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -
     draft.add("[audit]", origin, rounds=[round])
 
 
-def say_what_differs(
-    draft: Draft, came: Observation, reported: int | None, facts: Mapping[str, Any], model: nn.Module
-) -> None:
+def say_what_differs(draft: Draft, came: Observation, reported: int | None, facts: Facts, model: nn.Module) -> None:
     """Note other names of the uploaded arrays than the network's, double precision, and batches reported as examples.
 
     Args:

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -186,18 +186,14 @@ class Training:
         if not isinstance(result, Tensor) or not result.requires_grad:
             self.used.add(self.passes - 1)
         else:
-            result.register_hook(partial(self.reaches, self.passes - 1))
+            result.register_hook(lambda _, number=self.passes - 1: self.used.add(number))
         if isinstance(result, Tensor):
             self.output, self.values = tuple(result.shape), result.detach()
         else:
             many = len(result) if isinstance(result, Sequence | Mapping) else 1
             self.notes["output"] = f"returns a {type(result).__name__} of {many} parts"
 
-    def reaches(self, number: int, gradient: Tensor) -> None:
-        """Note that a backward pass reached the output of a pass."""
-        self.used.add(number)
-
-    def clears(self) -> None:
+    def clears(self, *args: object, **kwargs: object) -> None:
         """Forget passes whose gradients no optimizer uses, as those that only make adversarial examples."""
         if self.optimised and self.dp is None:  # Opacus keeps gradients elsewhere
             self.used = {number for number in self.used if number < self.stepped}
@@ -217,9 +213,7 @@ class Training:
             if name == "binary_cross_entropy" and torch.equal(read, given.sigmoid()):
                 name += "_with_logits"  # the app calls sigmoid itself
             elif len(self.output) == 2 and name not in ("nll_loss", "kl_div") and not torch.equal(read, given):
-                self.notes["loss"] = (
-                    f"{name} reads values computed from the network's output; the draft takes the output"
-                )
+                self.notes["loss"] = f"{name} reads values computed from the output; the draft takes the output"
         options = {k: v for k, v in call.arguments.items() if k not in ("input", "target", "size_average", "reduce")}
         self.losses[name] = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in options.items()}
         if not isinstance(of, Tensor) or not isinstance(target, Tensor) or not isinstance(value, Tensor):
@@ -318,7 +312,7 @@ class Observer:
         self._after(torch.amp.GradScaler, "scale", _scales)
         self._after(Optimizer, "add_param_group", _optimises)
         for place in (Optimizer, nn.Module):
-            self._after(place, "zero_grad", _clears)
+            self._after(place, "zero_grad", Training.clears)
 
     @contextmanager
     def training(self) -> Iterator[Training]:
@@ -342,10 +336,10 @@ class Observer:
         @wraps(call)
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None or now.back or _transforms():
+            if now is None or now.back or torch.jit.is_tracing() or _transforms():  # a trace would hold what is noted
                 if now is not None and now.back:
                     now.notes["checkpoint"] = "the network's checkpointing may give attacks wrong gradients"
-                elif now is not None and now.network is None:
+                elif now is not None and now.network is None and not torch.jit.is_tracing():
                     now.notes["func"] = "torch.func computes gradients, and is not observed"
                 return call(module, *args, **kwargs)
             now.depth += 1
@@ -399,10 +393,6 @@ def _clips_values(now: Training, *args: object, **kwargs: object) -> None:
 
 def _optimises(now: Training, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
     now.optimised |= {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _clears(now: Training, *args: object, **kwargs: object) -> None:
-    now.clears()
 
 
 def _scales(now: Training, scaler: torch.amp.GradScaler, *args: object, **kwargs: object) -> None:

@@ -632,6 +632,7 @@ optimizer.step()""",
         "start": "Conv().state_dict()",
     },
     # --------------------------------------------------------------------------------------- hard to observe
+    "traced": {"load": PLAIN["load"] + "\n    net.zero_grad()\n    seen = torch.jit.trace(net, torch.zeros(1, 1, 8, 8))"},
     "profiled": {
         "imports": "import cProfile\n",
         "train": f"""profile = cProfile.Profile()

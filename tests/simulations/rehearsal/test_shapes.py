@@ -142,7 +142,7 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
     assert "rounding" in found.proof, found.proof
 
 
-@pytest.mark.parametrize("name", names("stateful rebound", "profiled empty"))
+@pytest.mark.parametrize("name", names("stateful rebound", "profiled empty traced"))
 def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Path) -> None:
     _, observed = observe(folder, folder.parent / "runs", {}, 1, Console(quiet=True))
     assert not observed.failed
