@@ -243,6 +243,7 @@ class Training:
         """Note a step of an optimizer, after it: some pass data through the network within the step."""
         groups = [
             {k: v for k, v in group.items() if isinstance(v, bool | int | float | tuple | list) and k != "params"}
+            | {"lr": float(group.get("lr", 1.0))}  # a tensor, or absent in an optimizer of the app
             for group in optimizer.param_groups
         ]
         moved = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -566,6 +566,22 @@ optimizer.step()""",
     nn.functional.cross_entropy(net(images + 0.1 * near.grad.sign()), labels).backward()
     optimizer.step()""",
     },
+    "capturable": {"optimizer": "optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01))"},
+    "signs": {
+        "further": """class Signs(torch.optim.Optimizer):
+    def __init__(self, params, size):
+        super().__init__(params, {"size": size})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["size"])
+
+
+""",
+        "optimizer": "optimizer = Signs(net.parameters(), 0.01)",
+    },
     "methods": {
         "further": """class Matrix(nn.Module):
     def __init__(self):

@@ -43,7 +43,7 @@ FULL = pytest.mark.full
 # whose drafts give updates far from the clients'
 FAR = (
     *("groups", "modified", "dropped", "penalised", "smoothed", "drawn", "ragged", "softened"),
-    "checkpointed",
+    *("checkpointed", "signs"),
 )
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = (
@@ -133,7 +133,7 @@ def names(normal: str, full: str) -> list[Any]:
         "epochs",
         "plain accumulated closure library batch_norm descents two_records own_loop own_strategy files weighted segments "
         "older counted compiled decayed popped outside amplified settled_norm pictures sized lazy measured "
-        "adversarial",
+        "adversarial capturable",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
@@ -175,6 +175,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("ragged", "batches", False, marks=FULL),
         pytest.param("softened", "loss", False, marks=FULL),
         pytest.param("checkpointed", "checkpoint", False, marks=FULL),
+        pytest.param("signs", "optimizer", False, marks=FULL),
     ],
 )
 def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: Path) -> None:
