@@ -647,6 +647,21 @@ optimizer.step()""",
         "train": PLAIN["train"].replace("net(x)", "net(x[:, 0, :, : 8 - context.node_id % 2])"),
         "start": "Conv().state_dict()",
     },
+    "sequences": {
+        "further": """class Steps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.each = nn.Conv1d(8, 3, 1)
+
+    def forward(self, x):
+        return self.each(x)
+
+
+""",
+        "network": "Steps()",
+        "train": "nn.functional.cross_entropy(net(x[:, 0]), (x[:, 0].mean(1) > 0.3).long()).backward()\noptimizer.step()",
+        "start": "Steps().state_dict()",
+    },
     # --------------------------------------------------------------------------------------- hard to observe
     "traced": {"load": PLAIN["load"] + "\n    net.zero_grad()\n    seen = torch.jit.trace(net, torch.zeros(1, 1, 8, 8))"},
     "profiled": {

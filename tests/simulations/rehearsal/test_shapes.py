@@ -199,6 +199,7 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("stretched", "inputs", marks=FULL),
         pytest.param("ignored", "labels", marks=FULL),
         pytest.param("tags", "labels", marks=FULL),
+        pytest.param("sequences", "labels", marks=FULL),
         pytest.param("trees", "network", marks=FULL),
         pytest.param("functional", "network", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
