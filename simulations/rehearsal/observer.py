@@ -182,6 +182,8 @@ class Training:
                 outputs = [t for t in (parts if isinstance(parts, list | tuple) else [parts]) if isinstance(t, Tensor)]
                 self.passed = type(module).__name__, outputs
             return
+        if not torch.is_grad_enabled():
+            return
         self.draws = not all(map(torch.equal, self.random, _random()))
         if not isinstance(result, Tensor) or not result.requires_grad:
             self.used.add(self.passes - 1)

@@ -549,6 +549,13 @@ for images, labels in zip(x.split(4), y.split(4), strict=True):
     optimizer.step()
     (net(images).argmax(1) == labels).float().mean().item()""",
     },
+    "compared": {
+        "train": """logits = net(x)
+with torch.no_grad():
+    net(x[:3])
+nn.functional.cross_entropy(logits, y).backward()
+optimizer.step()""",
+    },
     "taught": {
         "further": "class Teacher(Net):\n    pass\n\n\n",
         "train": """teacher = Teacher()

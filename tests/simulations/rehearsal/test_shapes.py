@@ -133,7 +133,7 @@ def names(normal: str, full: str) -> list[Any]:
         "epochs",
         "plain accumulated closure library batch_norm descents two_records own_loop own_strategy files weighted segments "
         "older counted compiled decayed popped outside amplified settled_norm pictures sized lazy measured "
-        "adversarial capturable",
+        "adversarial capturable compared",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
