@@ -211,7 +211,7 @@ def write_draft(
     steps = first["steps"]
     if not steps:
         draft.note(
-            "steps", "no optimizer of torch made a step; the draft takes plain SGD, with the rate of the first update"
+            "steps", "no optimizer of torch made a step; the draft takes plain SGD, with the first update's rate"
         )
         passes = 1 if whole else len(sizes)
         steps = [PLAIN | {"passes": passes}] * (len(sizes) // passes)
@@ -314,7 +314,7 @@ def _training(
         scale: the multiple of the loss that clients minimise; the settings give equal steps on the loss itself. None: FedProx's
             term is added, with the weight mu.
     """
-    group = steps[0]["groups"][0]
+    group, most = steps[0]["groups"][0], max(sizes)
     name = OPTIMIZERS.get(steps[0]["optimizer"])
     if len({json.dumps([g.get("lr"), g.get("weight_decay"), g.get("momentum")]) for g in steps[0]["groups"]}) > 1:
         draft.note("groups", "parameter groups have different settings; the draft takes those of the first")
@@ -327,9 +327,7 @@ def _training(
     if scale is None:
         values["proximal_mu"], scale = mu, 1.0
     if scale != 1:
-        draft.note(
-            "scale", f"clients minimise {scale:.4g} times the mean loss, which is written into the optimizer's settings"
-        )
+        draft.note("scale", f"clients minimise {scale:.4g} times the mean loss; the optimizer's settings contain this")
     if name != "sgd":
         values["optimizer"] = name
     defaults = {"momentum": 0, "nesterov": False, "betas": [0.9, 0.999], "eps": 1e-8}
@@ -341,22 +339,20 @@ def _training(
     accumulate = max(1, steps[0]["passes"])
     if accumulate > 1:
         values["accumulate"] = accumulate
-    rest = n % max(sizes)
-    if [*sizes] != ([max(sizes)] * (n // max(sizes)) + [rest] * (rest > 0)) * epochs:
-        why = f"batches have {min(sizes)} to {max(sizes)} examples; the draft takes {max(sizes)}, and a last one with the rest"
-        draft.note("batches", why)
-    if max(sizes) < n:
-        values["batch_size"] = max(sizes)
+    rest = n % most
+    if [*sizes] != ([most] * (n // most) + [rest] * (rest > 0)) * epochs:
+        draft.note("batches", f"batches have {min(sizes)} to {most} examples; the draft takes {most} and a rest")
+    if most < n:
+        values["batch_size"] = most
         if reordered or epochs > 1:
             values["shuffle"] = reordered
-    whole = len(sizes) == epochs * math.ceil(n / max(sizes)) and len(steps) == epochs * math.ceil(
-        math.ceil(n / max(sizes)) / accumulate
-    )
+    batches = math.ceil(n / most)
+    whole = (len(sizes), len(steps)) == (epochs * batches, epochs * math.ceil(batches / accumulate))
     values |= {"epochs": epochs} if whole else {"steps": len(steps)}
     if steps[0]["max_norm"] is not None:
         values["max_norm"] = steps[0]["max_norm"] / scale
     values |= _schedule(draft, [step["groups"][0]["lr"] for step in steps])
-    draft.add("[[chain]]", f"{steps[0]['optimizer']}, {len(steps)} steps of {max(sizes)} examples", **values)
+    draft.add("[[chain]]", f"{steps[0]['optimizer']}, {len(steps)} steps of {most} examples", **values)
 
 
 def _rescale(values: dict[str, Any], scale: float) -> None:

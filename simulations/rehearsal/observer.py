@@ -87,7 +87,6 @@ class Training:
     optimised: set[int] = field(default_factory=set)  # parameters that an optimizer was given
     used: set[int] = field(default_factory=set)
     passes: int = 0
-    stepped: int = 0  # passes before the last step
     built: list[Built] = field(default_factory=list)
     modes: dict[str, bool] = field(default_factory=dict)
     normalised: tuple[list[float], list[float]] | None = None
@@ -102,8 +101,8 @@ class Training:
     back: bool = False  # within a backward pass
     max_norm: float | None = None
     means: list[tuple[int, float]] = field(default_factory=list)  # of losses before their backward pass, by pass
+    drawn: set[int] = field(default_factory=set)  # passes that drew random numbers
     random: list[Tensor] = field(default_factory=list)  # states of generators before the pass
-    draws: bool = False  # the last pass drew random numbers
     factor: float = 1.0  # of a gradient scaler
     passed: tuple[str, Sequence[Tensor]] = ("", ())  # the last other network, and its outputs without gradients
 
@@ -184,7 +183,8 @@ class Training:
             return
         if not torch.is_grad_enabled():
             return
-        self.draws = not all(map(torch.equal, self.random, _random()))
+        if not all(map(torch.equal, self.random, _random())):
+            self.drawn.add(self.passes - 1)
         if not isinstance(result, Tensor) or not result.requires_grad:
             self.used.add(self.passes - 1)
         else:
@@ -198,13 +198,13 @@ class Training:
     def clears(self, *args: object, **kwargs: object) -> None:
         """Forget passes whose gradients no optimizer uses, as those that only make adversarial examples."""
         if self.optimised and self.dp is None:  # Opacus keeps gradients elsewhere
-            self.used = {number for number in self.used if number < self.stepped}
+            self.used = {*sorted(self.used)[: self.steps[-1].passes if self.steps else 0]}
 
     def ends(self) -> None:
         """Leave out passes that nothing was learnt from, such as those that only measure."""
         if self.used:
             self.x, self.y = ([t for k, t in enumerate(each) if k in self.used] for each in (self.x, self.y))
-        if self.draws:
+        if self.drawn & self.used:
             self.notes["dropout"] = "the network draws random numbers, as dropout and stochastic depth do"
 
     def computes(self, name: str, call: inspect.BoundArguments, value: object) -> None:
@@ -224,8 +224,8 @@ class Training:
             seen, output = tuple(of.shape), tuple(self.output)
             self.notes["values"] = f"returns shape {output}, and {name} reads values of shape {seen}"
         if name not in OF_CLASSES and of.shape != target.shape:
-            shapes = f"outputs of shape {tuple(of.shape)} and labels of shape {tuple(target.shape)}"
-            self.notes["loss"] = f"{name} compares each of {shapes} with each; the draft does not"
+            shapes = f"{tuple(of.shape)} with {tuple(target.shape)}"
+            self.notes["loss"] = f"{name} compares values of shape {shapes}, each with each; the draft does not"
         if self.y and self.y[-1] is None and name != "kl_div":  # which compares with another network's output
             self.y[-1] = target.detach().clone()
         terms = 1 if options.get("reduction", "mean") == "mean" else len(of) if name in OF_CLASSES else of.numel()
@@ -252,7 +252,6 @@ class Training:
         if self.trained and not moved & self.trained:
             self.notes["turns"] = "several optimizers train different parameters by turns"
         self.trained |= moved
-        self.stepped = self.passes
         self.steps.append(Step(type(optimizer).__name__, groups, len(self.used), self.max_norm))
         self.max_norm = None
 
@@ -446,9 +445,7 @@ class _Factories:
         try:
             if event == "return":
                 self._note(frame, value)
-        except (
-            Exception
-        ):  # raised here it would reach the app, whose objects may raise anything; this call is not noted
+        except Exception:  # it would reach the app, whose objects may raise anything; this call is not noted
             return
 
     def _note(self, frame: types.FrameType, value: object) -> None:
