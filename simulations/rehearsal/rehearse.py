@@ -301,7 +301,7 @@ def _proof(
         unlike = {each for each, facts in others if each in firsts and not fits(firsts[each], facts[0])}
         if unlike:
             draft.replace("[audit]", "clients", sorted(trained.keys() - unlike))
-            why = "train otherwise (another rate or optimizer) and are not attacked"
+            why = "train otherwise (another rate, optimizer or loss) and are not attacked"
             draft.note("clients", f"{len(unlike)} of {len(trained)} clients {why}")
         return f"{where}, computed again from the observed examples: {exactly}", seconds, unlike
 
