@@ -339,7 +339,7 @@ class Observer:
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             now = self._now
             if now is None or now.back or torch.jit.is_tracing() or _transforms():  # a trace would hold what is noted
-                if now is not None and now.back:
+                if now is not None and now.back and not _transforms():
                     now.notes["checkpoint"] = "the network's checkpointing may give attacks wrong gradients"
                 elif now is not None and now.network is None and not torch.jit.is_tracing():
                     now.notes["func"] = "torch.func computes gradients, and is not observed"
