@@ -54,7 +54,7 @@ def test_the_device_refuses_to_mix() -> None:
         ):
             with pytest.raises(RuntimeError, match="expected|indexed"):
                 wrong()
-        with pytest.raises(TypeError, match="CPU"):
+        with pytest.raises(TypeError):
             there.numpy()
         assert torch.equal(there.cpu() + here, 2 * here)
 

