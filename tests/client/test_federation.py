@@ -186,10 +186,12 @@ def frozen_model() -> torch.nn.Module:
 def test_what_wants_no_gradient_must_be_frozen_in_the_chain(make_federation: Make) -> None:
     table = {"use": f"{__name__}:frozen_model"}
     with allowing([__name__]):
-        with pytest.raises(SpecError, match=r"layers = \['1', '2.bias'\] before local_sgd"):
-            _ = make_federation(model=table).chain
-        with pytest.raises(SpecError, match=r"layers = \['2.bias'\]"):
-            _ = make_federation(model=table, chain=[{"use": "freeze", "layers": ["1"]}, SGD]).chain
+        for chain, needed in (
+            ([SGD], r"\['1', '2.bias'\]"),
+            ([{"use": "freeze", "layers": ["1"]}, SGD], r"\['2.bias'\]"),
+        ):
+            with pytest.raises(SpecError, match=needed):
+                _ = make_federation(model=table, chain=chain).chain
         with pytest.raises(SpecError):  # behind it, they would train and not be sent
             _ = make_federation(model=table, chain=[SGD, {"use": "freeze", "layers": ["1", "2.bias"]}]).chain
         fed = make_federation(model=table, chain=[{"use": "freeze", "layers": ["1", "2.bias"]}, SGD])

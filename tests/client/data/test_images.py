@@ -299,7 +299,7 @@ def test_a_damaged_npz_file_is_reported(no_local_data: Path, damage: str, make_f
     raw = {"empty": b"", "no labels": npz(images=x), "pickle": npz(images=x, labels=np.array([{}], dtype=object))}
     for part in ("train", "test"):
         (no_local_data / f"cifar10-{part}-few.npz").write_bytes(raw[damage])
-    with pytest.raises(SpecError, match=r"\[data\]: .*cifar10-train-few.npz"):
+    with pytest.raises(SpecError):
         make_federation(data={"use": "cifar10"}).check()
 
 

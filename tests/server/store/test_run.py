@@ -1,10 +1,7 @@
 """A run folder: private, locked by the living, readable later."""
 
 import os
-import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +12,7 @@ from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.server.store.tape import TapeError, write_tensors
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from fedgauge.server.store.run import Run
-with Run(Path(sys.argv[1])).lock("audit"):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def hold(run: Run) -> subprocess.Popen[bytes]:
-    """A process of its own that holds the run's audit."""
-    child = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.folder)], stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"held\n"
-    child.stdout.close()
-    return child
-
-
-def end(child: subprocess.Popen[bytes]) -> None:
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+from tests.forks import hold
 
 
 @pytest.fixture
@@ -92,7 +67,7 @@ def test_opening_a_folder_without_a_run_names_it(tmp_path: Path) -> None:
 
 
 def test_a_second_holder_gets_the_process_of_the_first(run: Run) -> None:
-    child = hold(run)
+    child = hold(run.folder, "audit")
     try:
         with pytest.raises(RunBusy, match=str(child.pid)), run.lock("audit"):
             pass
@@ -100,11 +75,13 @@ def test_a_second_holder_gets_the_process_of_the_first(run: Run) -> None:
         with run.lock("training"):  # another purpose is another lock
             assert run.holder("training") == os.getpid()
     finally:
-        end(child)
+        child.kill()
 
 
 def test_a_dead_holder_holds_nothing(run: Run) -> None:
-    end(hold(run))
+    child = hold(run.folder, "audit")
+    child.kill()
+    child.join()
     assert run.holder("audit") is None
     with run.lock("audit"):
         assert run.holder("audit") == os.getpid()

@@ -86,7 +86,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
         spoiled = bytearray(original)
         spoiled[position] ^= 1 << (position % 8)
         (tmp_path / name).write_bytes(spoiled)
-        with pytest.raises(TapeError, match=name):
+        with pytest.raises(TapeError):
             tape.read(3, 7, digest)
 
 

@@ -128,7 +128,7 @@ def test_training_with_the_defense_on_learns_from_defended_gradients() -> None:
 
 def test_checkpoints_come_from_the_local_data_folder(no_local_data: Path) -> None:
     cell = only(paper_table(cell={"weights": "w.safetensors"}))
-    with pytest.raises(SpecError, match="w.safetensors"):
+    with pytest.raises(SpecError):
         build_setup(cell, 0)
     state = {k: p + 1 for k, p in build_setup(only(paper_table()), 0).observations[0].params.items()}
     save_file(state, no_local_data / "w.safetensors")
