@@ -177,7 +177,7 @@ def test_invalid_arguments_are_refused() -> None:
         (lambda: imprint(strength=0.0), "strength"),
         (lambda: imprint_block(mlp(SHAPE, 2), (2, 8), 4), "images"),
         (lambda: crafted(knowledge(network(8), 1), 4), "bins"),
-        (lambda: craft(imprint(16), replace(knowledge(network(16), 1), auxiliary=None)), "auxiliary"),
+        (lambda: craft(imprint(16), replace(of_rows(16, 4, chain(local_sgd(0.01))), auxiliary=None)), "auxiliary"),
     ]
     for act, name in refused:
         with pytest.raises(ValueError, match=name):
