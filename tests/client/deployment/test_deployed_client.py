@@ -64,7 +64,7 @@ def test_a_model_of_a_package_is_built_where_the_owner_allows_that_package(write
     mine = {"use": "ownersnets:small", "width": 5}
     with pytest.raises(RequestRefused) as refused:
         DeployedClient.of(OwnerConfig.load(write()), terms(model=mine))
-    assert str(refused.value) == NOT_BUILT and "is not allowed here" in refused.value.for_owner
+    assert str(refused.value) == NOT_BUILT and "ownersnets" in refused.value.for_owner
     own = DeployedClient.of(OwnerConfig.load(write(allow=["ownersnets"])), terms(model=mine))
     assert [tuple(p.shape) for p in own.model.parameters()] == [(5, 784), (5,), (10, 5), (10,)]
 
