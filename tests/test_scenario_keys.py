@@ -111,12 +111,12 @@ def test_the_schema_refuses_wrong_values_and_unknown_keys(schema: Draft7Validato
 def test_defaults_change_nothing(tables: Tables) -> None:
     """What the reference gives as the default is what a scenario without the key has."""
     bare = Scenario.from_tables(scenario(tables, "top"))
-    for table in ("top", "data", "model", "chain", "attack", "audit", "tape", "simulation", "stragglers", "guard"):
+    for table in ("top", "data", "model", "chain", "attack", "audit", "tape", "simulation", "guard"):
         known = [key for key in TABLES[table]() if key.default.startswith("`") and key.name != "use"]
         values = {key.name: tomllib.loads(f"v = {key.default.strip('`')}")["v"] for key in known}
         full = Scenario.from_tables(scenario(tables, table, **values))
         assert replace(full, tables={}, protocol=bare.protocol) == replace(bare, tables={}), table
-        assert full.protocol.groups(1) == bare.protocol.groups(1) and full.protocol.seed == bare.protocol.seed
+        assert full.protocol.groups == bare.protocol.groups and full.protocol.seed == bare.protocol.seed
         assert full.federation.chain == bare.federation.chain and full.federation.shards.seed == 0
         assert [i.tolist() for i in full.federation.shards.indices] == [
             i.tolist() for i in bare.federation.shards.indices

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.malicious.decoding import LayerRows, on_grid, snap_to_grid
-from fedgauge.attacks.malicious.imprint import SortingBlock, imprint, imprint_block, read_imprint
+from fedgauge.attacks.malicious.imprint import STRENGTH, SortingBlock, imprint, imprint_block, read_imprint
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.label_kinds import Numbers
 from fedgauge.client.local_training import local_sgd
@@ -167,14 +167,13 @@ def test_the_block_is_nothing_before_it_is_crafted_and_next_to_nothing_after() -
     with torch.no_grad():
         model(x)
     moved = (seen[0] - x).abs()
-    assert 0 < float(moved.max()) < 6 * imprint().strength
+    assert 0 < float(moved.max()) < 6 * STRENGTH
     assert torch.allclose(moved, moved.flatten(1).mean(1)[:, None, None, None].expand_as(moved), atol=1e-5)
 
 
 def test_invalid_arguments_are_refused() -> None:
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: imprint(0), "bins"),
-        (lambda: imprint(strength=0.0), "strength"),
         (lambda: imprint_block(mlp(SHAPE, 2), (2, 8), 4), "images"),
         (lambda: crafted(knowledge(network(8), 1), 4), "bins"),
         (lambda: craft(imprint(16), replace(of_rows(16, 4, chain(local_sgd(0.01))), auxiliary=None)), "auxiliary"),

@@ -130,7 +130,6 @@ def test_invalid_arguments_are_refused() -> None:
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: loki(members=0), "members"),
         (lambda: loki(bins=0), "bins"),
-        (lambda: loki(strength=0), "strength"),
         (lambda: loki(place=4), "members"),
         (lambda: client_kernels(mlp(SHAPE, CLASSES), (16,), 2, 4), "images"),
         (lambda: craft(loki(2, 32), knowledge(network(), 1)), "members"),

@@ -51,7 +51,7 @@ def gpt2(words: Tokenizer, width: int = LARGE) -> LanguageModel:
 
 
 def three(words: Tokenizer, width: int = LARGE) -> LanguageModel:
-    return transformer3((LENGTH,), words, "next_token", 2, width, hidden=300, learned_positions=True)
+    return transformer3((LENGTH,), words, "next_token", 2, width, hidden=300)
 
 
 MODELS = [bert, gpt2, three]

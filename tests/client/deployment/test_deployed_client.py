@@ -28,7 +28,6 @@ def test_a_protocol_cannot_weaken_the_chain_or_name_the_data(write: Write) -> No
             chain=[{**SGD, "rate": 100.0}],
             data={"use": "mnist5k", "batch_size": 1},
             loss={"use": "mean_squared_error"},
-            stragglers={"probability": 0.9},
         ),
     )
     assert own.chain.local.rate == 0.1

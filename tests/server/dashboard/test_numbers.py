@@ -176,7 +176,7 @@ def test_the_jobs_of_the_rounds_to_come_are_those_of_each(
     make_scenario: Callable[..., Scenario], audit: dict[str, Any], more: dict[str, Any]
 ) -> None:
     chosen = make_scenario(rounds=9, audit={"executor": "local", **audit}, **more)
-    plan, seen = chosen.plan, [group[0] for group in chosen.protocol.groups(1)]
+    plan, seen = chosen.plan, [group[0] for group in chosen.protocol.groups]
     each = sum(len(plan.targets(r, seen, planned)) for r in range(3, 10) for planned in plan.attacks)
     assert expected_jobs(chosen, 2) == each > 0
     assert expected_jobs(chosen, 9) == 0

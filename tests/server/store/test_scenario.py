@@ -60,7 +60,7 @@ def test_clients_are_sent_the_protocol_and_nothing_of_the_plan(kit: Any) -> None
         strategy={"use": "FedAdam", "eta": 0.123},
     )
     sent = scenario.protocol.to_json()
-    assert set(json.loads(sent)) == {"seed", "rounds", "clients", "data", "model", "chain", "stragglers"}
+    assert set(json.loads(sent)) == {"seed", "rounds", "clients", "data", "model", "chain"}
     for private in ("attack", "12345", "secret", "77", "attacked", "FedAdam", "0.123", "audit", "tape"):
         assert private not in sent
 
@@ -131,7 +131,6 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
         ({"tape": {"kep": "all"}}, "retention_days"),
         ({"model": {"use": "mlp", "hidden": [2**63]}}, "[model]: hidden[0]"),
         ({"simulation": {"round_timeout": 0}}, "round_timeout"),
-        ({"stragglers": {"probability": 1.0}}, "[stragglers]"),
         ({"chain": [{"use": "clip", "max_nrom": 1.0}, SGD]}, "[[chain]] #1"),
     ],
     ids=str,
@@ -179,7 +178,6 @@ FULL: dict[str, Any] = {
     "audit": {"rounds": [1], "clients": [0], "wave": 1, "executor": "local", "workers": 1, "curious": True},
     "tape": {"keep": "all"},
     "simulation": {"parallel_clients": 1, "round_timeout": 5.0},
-    "stragglers": {"probability": 0.1},
 }
 
 

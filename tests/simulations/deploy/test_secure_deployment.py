@@ -22,6 +22,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.simulations.checks.owner_check import check_owner
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
+from tests.owned import OwnedGrid, train_owned
 from tests.small_runs import DEPLOYED
 
 SCENARIO = (
@@ -60,7 +61,7 @@ def deployed(
     return made, [made.folder / "clients" / str(k) / "client.toml" for k in range(clients)]
 
 
-class Leaving(in_memory.MemoryGrid):
+class Leaving(OwnedGrid):
     """Client 1's masked vector is lost in round 2; client 0 is gone when round 3's masks are to be removed."""
 
     def __init__(self, *arguments: object) -> None:
@@ -120,7 +121,7 @@ def test_the_model_is_that_without_a_secure_sum(tmp_path: Path) -> None:
     for name, text in {"summed": SUMMED, "plain": SCENARIO}.items():
         deployment, owners = deployed(tmp_path / name, text)
         run, _ = deployment.begin("one")
-        in_memory.train(run, owners)
+        train_owned(run, owners)
         models[name] = load_file(run.model)
     for key, value in models["plain"].items():
         torch.testing.assert_close(models["summed"][key], value, rtol=0, atol=1e-6)
@@ -153,7 +154,7 @@ def test_an_owner_who_has_agreed_to_something_else_sends_nothing(
     tables = {k: v for k, v in tomllib.loads(owners[2].read_text()).items() if k != "secure_sum"}
     owners[2].write_text(tomli_w.dumps(tables | ({} if mine is None else {"secure_sum": mine})))
     run, _ = deployment.begin("one")
-    in_memory.train(run, owners)
+    train_owned(run, owners)
     with run.ledger() as ledger:
         reasons = {o["reason"] for o in ledger.observations() if o["client"] == 2}
     log = (owners[2].parent / "state" / "log.jsonl").read_text()
