@@ -82,9 +82,9 @@ def enter(arguments: tuple[str, ...], log: Path, scratch: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def apps_of_the_full_part_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have a process of their own, as users' apps have."""
-    if request.node.get_closest_marker("full"):
+def all_apps_but_one_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one has a process of its own, as users' apps have."""
+    if "epochs" not in request.node.name:
         FORKS.set_forkserver_preload([*IMPORTED])
         multiprocessing.forkserver.ensure_running()
         monkeypatch.setattr("fedgauge.simulations.rehearsal.rehearse.OwnProcess", Forked)
