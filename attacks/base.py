@@ -368,9 +368,6 @@ class Attack(Checked, ABC):
 
         Args:
             streams: one for each observation; they are the only source of randomness, so packing does not change a start.
-
-        Raises:
-            ValueError: it does not apply to these observations; the message says why.
         """
 
     def initial(self) -> ClientState:
@@ -382,13 +379,6 @@ class Attack(Checked, ABC):
     ) -> tuple[list[Reconstruction], list[ClientState]]:
         """`reconstruct`, and each client's new state; see StatefulAttack."""
         return self.reconstruct(wave, known, budget, streams), list(memories)
-
-    def attempt(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        """`reconstruct`, or results that are not applicable for the reason of its ValueError."""
-        try:
-            return self.reconstruct(wave, known, budget, streams)
-        except ValueError as error:
-            return not_applicable(wave, str(error))
 
     def variants(self, known: Knowledge) -> Mapping[str, "Attack"]:
         """The attack with other settings, by what is different in words; empty if it has nothing to tune."""

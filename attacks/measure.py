@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedgauge.attacks.base import Attack, Budget, ClientState, Knowledge, Reconstruction, Streams, Wave
+from fedgauge.attacks.base import Attack, Budget, ClientState, Knowledge, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.client.federation import Federation
 
@@ -52,7 +52,7 @@ class Measure(Attack):
     on_cpu = True
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        raise ValueError("it reconstructs nothing")
+        return not_applicable(wave, "it reconstructs nothing")
 
     def assumes(self, fed: Federation, batch: str) -> list[str]:
         """Return its assumed knowledge in addition to the clients' chain; batch: their examples, in words."""

@@ -13,7 +13,6 @@ from fedgauge.client.collusion import check_threshold
 from fedgauge.client.components import (
     Checked,
     Count,
-    Fraction,
     Natural,
     Positive,
     Range,
@@ -30,23 +29,12 @@ MOST_ROUNDS, MOST_CLIENTS = 1_000_000, 100_000
 
 
 @dataclass(frozen=True)
-class Stragglers(Checked):
-    """Clients that miss a round, drawn from the seed; their replies never arrive.
-
-    Args:
-        probability: that a client's reply in a round never arrives, at least 0 and below 1.
-    """
-
-    probability: Fraction = 0.0
-
-
-@dataclass(frozen=True)
 class SecureSumOptions(Checked):
     """A simulated, ideal secure sum: the server sees only the mean of the updates of each group, which are consecutive clients.
 
     Args:
         group: clients in a sum, at least 2; it divides the number of clients.
-        threshold: the fewest clients in a sum, more than half of the group; default: all.
+        threshold: the fewest clients in a deployment's sum, more than half of the group; default: all.
         colluders: clients helping the server that the threshold must resist; default: fewer than a third of the group.
         clip: the largest absolute value of an update's entry, above 0; only for a deployment, which needs it.
     """
@@ -112,7 +100,6 @@ class Protocol:
         clients: number of clients, at least 1.
         data, model, chain: component tables; a chain table may say each = true (per example), the model's table
             weights = "a.safetensors": the initial weights, a path relative to the current folder.
-        stragglers: which clients miss rounds.
         secure_sum: which updates the server sees only as a sum; None: it sees each.
         loss: component table of what clients minimise.
         guard: what every client does about the weights that the server sends.
@@ -123,8 +110,8 @@ class Protocol:
 
     Example:
         >>> tables = {"rounds": 1, "clients": 4, "data": {}, "model": {}, "chain": [], "secure_sum": {"group": 2}}
-        >>> Protocol.from_tables(tables).members(client=3, round=1)
-        (2, 3)
+        >>> Protocol.from_tables(tables).group(client=3)
+        range(2, 4)
     """
 
     seed: int
@@ -133,7 +120,6 @@ class Protocol:
     data: Table
     model: Table
     chain: tuple[Table, ...]
-    stragglers: Stragglers = field(default_factory=Stragglers)
     secure_sum: SecureSumOptions | None = None
     loss: Table = field(default_factory=lambda: dict(CROSS_ENTROPY))
     guard: InspectionPolicy = field(default_factory=InspectionPolicy)
@@ -174,7 +160,6 @@ class Protocol:
             data=data,
             model=model,
             chain=chain,
-            stragglers=settings_of(Stragglers, spec.get("stragglers", {}), "[stragglers]"),
             loss=coerce(spec.get("loss", CROSS_ENTROPY), dict, "[loss]"),
             guard=settings_of(InspectionPolicy, spec.get("guard", {}), "[guard]"),
             **{key: settings_of(kind, spec[key], f"[{key}]") for key, kind in _OPTIONAL.items() if key in spec},
@@ -192,7 +177,6 @@ class Protocol:
         """
         table = vars(self) | {
             "model": {key: value for key, value in self.model.items() if key != "weights"},
-            "stragglers": asdict(self.stragglers),
             "secure_sum": self.secure_sum and self.secure_sum.to_table(),
             "loss": None if self.loss == CROSS_ENTROPY else self.loss,
             "guard": None if self.guard == InspectionPolicy() else asdict(self.guard),
@@ -216,11 +200,6 @@ class Protocol:
         count = len(self.canary_clients) * self.canary_examples
         return torch.rand(count, generator=generator(self.seed, "coins")) < 0.5
 
-    def misses(self, client: int, round: int) -> bool:
-        """Draw whether a client's reply in a round is lost."""
-        draw = torch.rand((), generator=generator(self.seed, "straggler", client, round)).item()
-        return draw < self.stragglers.probability
-
     @property
     def group_size(self) -> int:
         """Number of clients in a group, whose sum is all that the server sees; 1 without [secure_sum]."""
@@ -235,16 +214,3 @@ class Protocol:
         size = self.group_size if client < self.clients else 1
         first = client - client % size
         return range(first, first + size)
-
-    def alike(self, client: int, other: int, round: int) -> bool:
-        """Check that both belong to sums of equal size; otherwise their reconstructions are not comparable."""
-        return len(self.members(client, round)) == len(self.members(other, round))
-
-    def members(self, client: int, round: int) -> tuple[int, ...]:
-        """Return the clients in the same sum as this one: those of its group that do not miss the round.
-
-        If all miss it, this client is alone: a ledger may have its update.
-        """
-        if self.secure_sum is None:
-            return (client,)
-        return tuple(c for c in self.group(client) if not self.misses(c, round)) or (client,)

@@ -95,7 +95,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     between: list[Callable[[], None]] = []
     if ledger.deployed:
         _note_start(ledger, done, flower_run)
-        grader = ClientGrader(run, ledger, grid, strategy.clients, protocol, timeout)
+        grader = ClientGrader(run, ledger, grid, strategy.clients, timeout)
         between = [grader.ask, LateJoiners(grid, protocol.clients, strategy.clients).admit]
     served = strategy if together is None else _secured(strategy, protocol, timeout)
     arrays, began, cost = ArrayRecord(params), time.perf_counter(), 0.0

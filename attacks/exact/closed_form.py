@@ -22,8 +22,12 @@ class EachByItself(Attack):
         """Return the reader of the wave's observations; ValueError if there is none."""
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
+        try:
+            readers = self.readers(wave, known, budget, streams)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         results = []
-        for k, read in enumerate(self.readers(wave, known, budget, streams)):
+        for k, read in enumerate(readers):
             alone = wave.of([k])
             result: Reconstruction | None = None
             why = "the update is zero or not finite"

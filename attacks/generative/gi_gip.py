@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedgauge.attacks import label_restoration as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.gradient_distances import likelihood
 from fedgauge.attacks.learned.generators import GeneratorTraining, ImageGenerator, check, generator_of
@@ -69,12 +69,15 @@ class GeneratorSearch(Attack):
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         clock = Deadline(budget.seconds)
         like = next(iter(wave.params.values()))
-        trained = GeneratorTraining(self.latent, self.width, self.training)
-        generator = generator_of(self.own_generator, trained, known).to(like)
-        labels = labelling.restore(wave, known)
-        each = labels.repeat_interleave(budget.restarts, 0)
-        objective = Objective(priors=(total_variation(self.tv), gaussian(self.normal, by_class=True)))
-        problems = Problems(objective, wave, known, each, budget.restarts, like.dtype)
+        try:
+            trained = GeneratorTraining(self.latent, self.width, self.training)
+            generator = generator_of(self.own_generator, trained, known).to(like)
+            labels = labelling.restore(wave, known)
+            each = labels.repeat_interleave(budget.restarts, 0)
+            objective = Objective(priors=(total_variation(self.tv), gaussian(self.normal, by_class=True)))
+            problems = Problems(objective, wave, known, each, budget.restarts, like.dtype)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         size = (known.batch_size, generator.numbers)
         z = [torch.randn(size, generator=stream("latent", r)) for stream in streams for r in range(budget.restarts)]
         latents = torch.stack(z).to(like)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.gaussian_prior import class_means
 from fedgauge.attacks.label_restoration import restore
 from fedgauge.client.models.language import LanguageModel
@@ -27,7 +27,10 @@ class Baseline(Attack):
         """A batch for each observation; ValueError says what is missing."""
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        guesses = self.guesses(known.public, wave, known, streams)
+        try:
+            guesses = self.guesses(known.public, wave, known, streams)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         y = known.label_kind.guess(known.batch_size)
         return [Reconstruction(x.clone(), y, 0.0, 0, 0.0, "converged") for x in guesses]
 

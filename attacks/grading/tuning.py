@@ -110,7 +110,7 @@ class Tuning:
         streams = [partial(generator, self.seed, "tuning", self.round, s) for s in range(shadows)]
 
         def score(attack: Attack, iterations: int) -> float:
-            results = attack.attempt(shadow, threat, Budget(iterations), streams)
+            results = attack.reconstruct(shadow, threat, Budget(iterations), streams)
             values = [grader.leaked(r.to(CPU), Batch(*one)) for r, *one in zip(results, *truth, strict=True)]
             return grader.modality.main.sign * fmean(chain.from_iterable(values)) if all(values) else -torch.inf
 

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks import label_restoration as labelling
-from fedgauge.attacks.base import Budget, ClientState, Knowledge, Reconstruction, StatefulAttack, Streams, Wave
+from fedgauge.attacks.base import (
+    Budget,
+    ClientState,
+    Knowledge,
+    Reconstruction,
+    StatefulAttack,
+    Streams,
+    Wave,
+    not_applicable,
+)
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.learned.refinement import refine
@@ -74,11 +83,16 @@ class learning_to_invert(StatefulAttack):
             linear = ridge_inversion(buckets=self.buckets, passes=self.passes)
             return refine(wave, known, budget, linear), list(memories)
         clock = Deadline(budget.seconds)
-        labels, view = self._labels(wave, known), UpdateFeatures(self.by_label, self.buckets, self.signed)
-        shadow = ShadowTrainer(known, wave.params, view, self.passes)
-        parents = [_name(memory["inverter"]) for memory in memories]
-        made = {parent: self._inverter(shadow, budget, parent, clock) for parent in sorted(set(parents))}
-        rows = view.rows(known, wave.update, labels)
+        try:
+            labels = self._labels(wave, known)
+            shadow = ShadowTrainer(
+                known, wave.params, UpdateFeatures(self.by_label, self.buckets, self.signed), self.passes
+            )
+            parents = [_name(memory["inverter"]) for memory in memories]
+            made = {parent: self._inverter(shadow, budget, parent, clock) for parent in sorted(set(parents))}
+            rows = shadow.view.rows(known, wave.update, labels)
+        except ValueError as error:
+            return not_applicable(wave, str(error)), list(memories)
         found = []
         for k, part in enumerate(rows.view(len(wave), -1, rows.shape[1])):
             network, record, _ = made[parents[k]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks import label_restoration as labelling
-from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.simulator import Simulator
@@ -225,11 +225,14 @@ def _line(sizes: Tensor, squares: Tensor) -> tuple[float, float]:
 def refine(wave: Wave, known: Knowledge, budget: Budget, linear: ridge_inversion) -> list[Reconstruction]:
     """Refined reconstructions of each observation; the budget's iterations are Adam's steps from the linear answer."""
     clock = Deadline(budget.seconds)
-    labels = labelling.restore(wave, known).sort(1).values
-    shadow = ShadowTrainer(known, wave.params, linear.view, linear.passes)
-    refined = Refinement(FittedRidge(linear, shadow), budget.iterations)
-    start = refined.start(wave.update, labels)
-    trust, error = refined.trust
+    try:
+        labels = labelling.restore(wave, known).sort(1).values
+        shadow = ShadowTrainer(known, wave.params, linear.view, linear.passes)
+        refined = Refinement(FittedRidge(linear, shadow), budget.iterations)
+        start = refined.start(wave.update, labels)
+        trust, error = refined.trust
+    except ValueError as problem:
+        return not_applicable(wave, str(problem))
     x, spent = start, 0
     if trust:
         x, spent = refined.descend(wave.update, labels, start, trust, clock)

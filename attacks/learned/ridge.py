@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks import label_restoration as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.learned.trainer import TrainingRecord
@@ -155,9 +155,12 @@ class ridge_inversion(Attack):
     passes: Count = 1
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        labels = labelling.restore(wave, known).sort(1).values
-        fitted = FittedRidge(self, ShadowTrainer(known, wave.params, self.view, self.passes))
-        x, record = fitted.images(wave.update, labels), TrainingRecord(fitted.inverter.error)
+        try:
+            labels = labelling.restore(wave, known).sort(1).values
+            fitted = FittedRidge(self, ShadowTrainer(known, wave.params, self.view, self.passes))
+            x, record = fitted.images(wave.update, labels), TrainingRecord(fitted.inverter.error)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         return [record.answer(x[k], labels[k]) for k in range(len(wave))]
 
     @property

@@ -159,8 +159,11 @@ class lone_example(DelegatingAttack):
     decodes: ClassVar[tuple[str, ...]] = ("class_fishing", "feature_fishing")
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        check_one_gradient(known)
-        row = _fished_class(wave.params, known)
+        try:
+            check_one_gradient(known)
+            row = _fished_class(wave.params, known)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         counts = [count_isolated(wave.params, wave.alone(k), known) for k in range(len(wave))]
         caught = [k for k, count in enumerate(counts) if math.isfinite(count) and count > ALONE]
         results = dict(enumerate(not_applicable(wave, f"no example of class {row} was fished")))

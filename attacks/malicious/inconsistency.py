@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Generator
 
-from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Streams, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.malicious.server_attack import OmittedParameters, ServerAttack, delegated, probe_batch
@@ -58,7 +58,7 @@ class lone_target(DelegatingAttack):
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         summed = known.chain.links[-1]
         if not isinstance(summed, GroupMean):
-            raise ValueError("the server sees each client's own update: there is no sum to take apart")
+            return not_applicable(wave, "the server sees each client's own update: there is no sum to take apart")
         # all that a dead client's gradient reaches
         others = OmittedParameters((f"{classifier(known.model, known.shape)}.bias",))
         alone = replace(
@@ -69,6 +69,6 @@ class lone_target(DelegatingAttack):
         )
         update = others.apply({k: t * summed.members for k, t in wave.update.items()}, None)
         if not any(bool(t.count_nonzero()) for t in update.values()):
-            raise ValueError("only the classifier's bias has a gradient: the target is not in this sum")
+            return not_applicable(wave, "only the classifier's bias has a gradient: the target is not in this sum")
         note = f"{alone.batch_size} of {known.batch_size} images are the target's, if all others were sent dead weights"
         return delegated(self.inner, replace(wave, update=update), alone, known, budget, streams, [note] * len(wave))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor, nn
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Streams, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.malicious.server_attack import ServerAttack, fill_with_mean
 from fedgauge.client.chain import Chain
@@ -86,14 +86,17 @@ class separated(DelegatingAttack):
     decodes: ClassVar[tuple[str, ...]] = ("separate_models",)
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        networks = _separable(known).models
+        try:
+            networks = _separable(known).models
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         count = min(known.batch_size, len(networks))
         share = None if budget.seconds is None else budget.seconds / count
         inner, parts = self.inner, []
         for i in range(count):
             part, knowledge = _part(wave, known, networks, i)
             own = [partial(stream, "part", i) for stream in streams]
-            results = inner.attempt(part, knowledge, replace(budget, seconds=share), own)
+            results = inner.reconstruct(part, knowledge, replace(budget, seconds=share), own)
             proven = [_proven(r, part.params, part.alone(k), knowledge) for k, r in enumerate(results)]
             parts.append(list(zip(results, proven, strict=True)))
         return [_merged([part[k] for part in parts], known) for k in range(len(wave))]

@@ -139,7 +139,7 @@ def delegated(
         notes: for each observation, the beginning of the reason.
     """
     filled = []
-    for result, note in zip(attack.attempt(wave, isolated, budget, streams), notes, strict=True):
+    for result, note in zip(attack.reconstruct(wave, isolated, budget, streams), notes, strict=True):
         if result.x is not None:
             reason = "; ".join(filter(None, (note, result.reason)))
             result = replace(result, x=fill_with_mean(result.x, known.batch_size, known), y=None, reason=reason)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.gradient_distances import Distance, cosine, left_out, visible_columns
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import unrolled
@@ -40,9 +40,9 @@ class leave_layer_out(Attack):
         trials = layers if self.layer == "auto" else [f"{self.layer}.weight"]
         if not trials or not set(trials) <= set(layers):
             named = "no fully connected layer" if not layers else f"no fully connected layer {self.layer!r}"
-            raise ValueError(f"the model has {named} to leave out")
+            return not_applicable(wave, f"the model has {named} to leave out")
         if budget.iterations < len(trials):
-            raise ValueError(f"{len(trials)} layers to try are more than {budget.iterations} iterations")
+            return not_applicable(wave, f"{len(trials)} layers to try are more than {budget.iterations} iterations")
         (each, rest), seconds = divmod(budget.iterations, len(trials)), budget.seconds and budget.seconds / len(trials)
         found = [
             self._without(
@@ -61,7 +61,7 @@ class leave_layer_out(Attack):
             distance = visible_columns(cosine(), tuple(sorted(names)))
             known = replace(known, chain=known.chain.mean)  # of which nothing is hidden
         engine = inverting_gradients(self.tv, self.rate).with_objective(likelihood=distance)
-        return engine.attempt(wave, known, budget, streams)
+        return engine.reconstruct(wave, known, budget, streams)
 
 
 def precode_joint(tv: NotNegative = 0.01, rate: float = 0.1, prior: float = 1e-3) -> GradientMatching:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.deadline import Variables
-from fedgauge.attacks.matching.problems import ObservedUpdates, Problems
+from fedgauge.attacks.matching.problems import ObservedUpdates, Problems, SearchFails
 
 ValueAndSlopes = tuple[Tensor, Variables]
 Step = Callable[..., ValueAndSlopes]
@@ -43,7 +43,7 @@ class CompiledStep:
 
     def __init__(self, problems: Problems, limiter: BatchLimiter) -> None:
         if reason := missing(next(iter(problems.params.values())).device):
-            raise ValueError(f"compile needs {reason}, missing here; set compile = false: same result, slower")
+            raise SearchFails(f"compile needs {reason}, missing here; set compile = false: same result, slower")
         self.problems, self.limiter = problems, limiter
         self._steps: dict[int, Step] = {}
         self._keys: tuple[tuple[str, ...], ...] | None = None

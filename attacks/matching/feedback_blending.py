@@ -7,7 +7,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Attack, Budget, ClientState, Knowledge, Reconstruction, StatefulAttack, Streams, Wave
+from fedgauge.attacks.base import (
+    Attack,
+    Budget,
+    ClientState,
+    Knowledge,
+    Reconstruction,
+    StatefulAttack,
+    Streams,
+    Wave,
+    not_applicable,
+)
 from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.client.components import Proportion
@@ -53,7 +63,10 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
-        begin = self._begin(wave, known, streams, memories)
+        try:
+            begin = self._begin(wave, known, streams, memories)
+        except ValueError as error:
+            return not_applicable(wave, str(error)), list(memories)
         assert isinstance(self.inner, GradientMatching)  # checked above
         results = self.inner.continued(wave, known, budget, streams, begin)
         return results, [self._remember(memory, found) for memory, found in zip(memories, results, strict=True)]

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks import label_restoration as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
 from fedgauge.attacks.engine.compatibility import doubled, parameter_problem
 from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult, Variables
 from fedgauge.attacks.engine.gradient_distances import likelihood, rounding_likelihood
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
-from fedgauge.attacks.matching.problems import Problems
+from fedgauge.attacks.matching.problems import Problems, SearchFails
 from fedgauge.attacks.matching.search import AdamSearch, Search, SearchContext
 from fedgauge.attacks.problem import refuse
 from fedgauge.attacks.solved_labels import NotRestored
@@ -67,7 +67,11 @@ class GradientMatching(Attack):
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, start: Tensor | None
     ) -> list[Reconstruction]:
         """`reconstruct` from given images (K, B, C, H, W) in [0, 1] instead of noise; further restarts still draw noise."""
-        return _answers(self.search_all(wave, known, budget, streams, start), budget)
+        try:
+            found = self.search_all(wave, known, budget, streams, start)
+        except SearchFails as error:
+            return not_applicable(wave, str(error))
+        return _answers(found, budget)
 
     def search_all(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, start: Tensor | None = None
@@ -75,13 +79,16 @@ class GradientMatching(Attack):
         """Search with every restart of every observation.
 
         Raises:
-            ValueError: that is impossible.
+            SearchFails: that is impossible.
         """
         clock = Deadline(budget.seconds)
-        problems = self._problems(wave, known, budget.restarts, streams)
-        rows, starts = torch.arange(problems.count), partial(problems.starts, streams=streams)
-        variables = starts(rows // budget.restarts, rows % budget.restarts)
-        limiter = self._batch_limiter(problems, variables)
+        try:
+            problems = self._problems(wave, known, budget.restarts, streams)
+            rows, starts = torch.arange(problems.count), partial(problems.starts, streams=streams)
+            variables = starts(rows // budget.restarts, rows % budget.restarts)
+            limiter = self._batch_limiter(problems, variables)
+        except ValueError as error:
+            raise SearchFails(str(error)) from error
         if start is not None:
             first = problems.free(known.normalise(start)).repeat(1, problems.epochs, *[1] * len(known.shape))
             variables["x"][:: budget.restarts] = first.to(variables["x"])

@@ -36,6 +36,10 @@ from fedgauge.client.update import Update
 NEAR = 0.1  # deviation of starts from the images that a prior finds likeliest
 
 
+class SearchFails(ValueError):
+    """A search cannot begin or go on, as where the model raises in the middle of it; the message says why."""
+
+
 Forms = dict[tuple[str, ...], tuple[Tensor, ...]]
 
 
@@ -328,7 +332,7 @@ class Problems:
                 raise_if_exhausted(error)
                 if self.way.route == "loop":
                     why = f"the model or the chain fails on images of the descent ({type(error).__name__}: {error})"
-                    raise ValueError(f"{why}: let it accept any pixels") from error
+                    raise SearchFails(f"{why}: let it accept any pixels") from error
                 self._go("vmap" if self.step is not None else "loop")
 
     def _go(self, route: Route) -> None:

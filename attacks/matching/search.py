@@ -55,7 +55,7 @@ class Search(ABC):
 
     @abstractmethod
     def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
-        """Advance the variables of all problems in place; ValueError says why it cannot."""
+        """Advance the variables of all problems in place; SearchFails says why it cannot."""
 
 
 @dataclass(frozen=True)

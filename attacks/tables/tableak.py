@@ -12,10 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.gradient_distances import cosine
 from fedgauge.attacks.matching.gradient_matching import EveryRestart, GradientMatching
 from fedgauge.attacks.matching.objective import Objective
+from fedgauge.attacks.matching.problems import SearchFails
 from fedgauge.attacks.matching.search import AdamSearch
 from fedgauge.client.components import Positive
 from fedgauge.client.models.columns import Columns
@@ -48,7 +49,10 @@ class tableak(Attack):
     ) -> list[Reconstruction]:
         objective = Objective(cosine(), parametrisation=relaxed_rows(self.softmax))
         matching = GradientMatching(objective, AdamSearch(self.rate, signed=True, box=False))
-        found = matching.search_all(wave, known, budget, streams)
+        try:
+            found = matching.search_all(wave, known, budget, streams)
+        except SearchFails as error:
+            return not_applicable(wave, str(error))
         return [self._answer(found, k, budget) for k in range(len(wave))]
 
     def _answer(self, found: EveryRestart, k: int, budget: Budget) -> Reconstruction:

@@ -8,17 +8,24 @@ Zhu et al., "Deep Leakage from Gradients" (2019), as LAMP's paper compares it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Generator, Tensor
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
-from fedgauge.attacks.text.language_prior import LanguageModelTraining, LanguagePrior
+from fedgauge.attacks.text.language_prior import (
+    AUXILIARY,
+    LanguageModelTraining,
+    LanguagePrior,
+    PretrainedPrior,
+    TrainedPrior,
+)
 from fedgauge.attacks.text.sentence_layout import SentenceLayout, on_all_positions, propose, shuffles
 from fedgauge.client.components import Count, NotNegative
 
@@ -57,10 +64,12 @@ class lamp(Attack):
         rate, decay, stride: of Adam; the rate is multiplied by decay every stride iterations.
         length: weight of the embeddings' lengths; default: the paper's, 1, or 25 with l2_l1.
         lm_weight: of the language model; default: the paper's, 0.2, or 60 with l2_l1; 0: none is used.
-        lm_steps: of the training of a small GPT-2 on auxiliary text, at most.
+        lm: auxiliary, a small GPT-2 trained on auxiliary text (at most lm_steps steps), or a model on Hugging Face's hub.
+        lm_folder: folder of a causal model that replaces lm.
         draws, orders: random starts, and random orders of the best start's words; the nearest to the update is used.
         discrete: words move every period iterations (alternating), only at the end, or never (none).
         candidates: orders proposed each time.
+        known_tokens: use only words with a gradient of their embeddings; that gradient must be shared.
         published: as the published code does: the gradient of keys' biases, which is only rounding, counts; words may be special
             tokens; Adam's moments stay in place when words move; and the best iterate is answered without comparing the last.
     """
@@ -72,12 +81,15 @@ class lamp(Attack):
     l1: NotNegative = 0.01
     length: NotNegative | None = None
     lm_weight: NotNegative | None = None
+    lm: str = AUXILIARY
+    lm_folder: Path | None = None
     lm_steps: Count = 600
     draws: Count = 500
     orders: Count = 500
     discrete: Discrete = "alternating"
     period: Count = 75
     candidates: Count = 200
+    known_tokens: bool = False
     published: bool = False
 
     @property
@@ -96,40 +108,46 @@ class lamp(Attack):
 
     def layout(self, wave: Wave, known: Knowledge, restarts: int) -> SentenceLayout:
         matcher = Matcher(wave, known, self.loss, self.l1, keys=self.published)
-        return SentenceLayout(matcher, wave, known, restarts, self.published)
+        return SentenceLayout(matcher, wave, known, restarts, self.published, self.known_tokens)
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         deadline = Deadline(budget.seconds)
-        layout, prior = self.layout(wave, known, budget.restarts), self._prior(known)
+        try:
+            layout, prior = self.layout(wave, known, budget.restarts), self._prior(known)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         with torch.no_grad():
             return _BatchDescent(self, layout, prior, streams, budget, deadline).answers()
 
     def _prior(self, known: Knowledge) -> LanguagePrior | None:
         if self.discrete == "none" or not self.weights[1]:
             return None
-        model, device = language_model(known), next(known.model.parameters()).device
+        source, model, device = self.lm_folder or self.lm, language_model(known), next(known.model.parameters()).device
+        if source != AUXILIARY:
+            return PretrainedPrior(source, model.tokenizer, device)
         training = LanguageModelTraining(steps=self.lm_steps)
-        return LanguagePrior(known.public.x, model.pad, model.vocabulary, training, device)
+        return TrainedPrior(known.public.x, model.pad, model.vocabulary, training, device)
 
 
-def dlg_text(rate: float = 0.1, published: bool = False) -> lamp:
+def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> lamp:
     """DLG for text: squared distance, Adam from one random start. The paper's budget: 2,500 iterations.
 
     Args:
-        published: as for lamp.
+        known_tokens, published: as for lamp.
     """
-    return replace(tag(rate, 0.0, published), loss="squared")
+    return replace(tag(rate, 0.0, known_tokens, published), loss="squared")
 
 
-def tag(rate: float = 0.1, l1: float = 0.01, published: bool = False) -> lamp:
+def tag(rate: float = 0.1, l1: float = 0.01, known_tokens: bool = False, published: bool = False) -> lamp:
     """TAG: squared distance plus a distance of magnitudes. The paper's budget: 2,500 iterations.
 
     Args:
         l1: weight of the magnitudes.
-        published: as for lamp.
+        known_tokens, published: as for lamp.
     """
     return lamp(
-        "l2_l1", rate, decay=1.0, l1=l1, length=0, lm_weight=0, draws=1, orders=1, discrete="none", published=published,
+        "l2_l1", rate, decay=1.0, l1=l1, length=0, lm_weight=0, draws=1, orders=1, discrete="none",
+        known_tokens=known_tokens, published=published,
     )  # fmt: skip
 
 

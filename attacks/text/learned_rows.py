@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.simulator import Simulator
@@ -54,11 +54,14 @@ class learned_rows(Attack):
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         clock = Deadline(budget.seconds)
         if known.batch_size != 1:
-            reason = f"in a batch of {known.batch_size} a word's sentence is unknown"
-            raise ValueError(f"it reads one sentence per update; {reason}")
-        tables = row_tables(language_model(known), wave.params)
-        shadow = ShadowTrainer(known, wave.params, UpdateFeatures(False))
-        network, record = self._trained(shadow, tables, budget, clock)
+            reason = f"it reads one sentence per update; in a batch of {known.batch_size} a word's sentence is unknown"
+            return not_applicable(wave, reason)
+        try:
+            tables = row_tables(language_model(known), wave.params)
+            shadow = ShadowTrainer(known, wave.params, UpdateFeatures(False))
+            network, record = self._trained(shadow, tables, budget, clock)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         words = shadow.auxiliary.x.unique()
         with torch.no_grad():
             updates = ({name: t[k : k + 1] for name, t in wave.update.items()} for k in range(len(wave)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.learned.learning_to_invert import hungarian
@@ -67,11 +67,14 @@ class learning_to_invert_text(Attack):
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
         clock = Deadline(budget.seconds)
-        view = UpdateFeatures(False, self.buckets, self.signed)
-        training = self._training_knowledge(known, language_model(known))
-        shadow = ShadowTrainer(training, wave.params, view, self.passes)
-        words = shadow.auxiliary.x.unique()  # those that occur in the training text
-        network, record = self._inverter(shadow, words, budget, clock)
+        try:
+            model = language_model(known)
+            view = UpdateFeatures(False, self.buckets, self.signed)
+            shadow = ShadowTrainer(self._training_knowledge(known, model), wave.params, view, self.passes)
+            words = shadow.auxiliary.x.unique()  # those that occur in the training text
+            network, record = self._inverter(shadow, words, budget, clock)
+        except ValueError as error:
+            return not_applicable(wave, str(error))
         with torch.no_grad():
             logits = [network(row[None])[0] for row in view.hashed(flat(wave.update))]
         return [answer_of(own, words, record, known, k) for k, own in enumerate(logits)]

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Knowledge, Wave
-from fedgauge.attacks.text.certificate import language_model
+from fedgauge.attacks.text.certificate import Unreadable, language_model
 from fedgauge.attacks.text.distance import Matcher
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import predicts_tokens
@@ -20,10 +20,11 @@ class SentenceLayout:
     Args:
         matcher: compares gradients of guesses with those of the wave.
         special: special tokens count as words.
+        known_tokens: choose only words with a gradient of their embeddings.
 
     Attributes:
         table: embeddings (V, width) of all words; size: the mean length of their rows.
-        words: ids (W,) that may be chosen.
+        words: ids (W,) that may be chosen; allowed: (P, W), which of them each problem may use, None: all.
         lengths: (P, B) tokens of each sentence; mask: which positions exist (P, B, L); free: those that hold words.
         frame: embeddings (P, B, L, width) of the other positions.
         labels: (P, B), None for next words.
@@ -32,7 +33,15 @@ class SentenceLayout:
         ValueError: the attack cannot work on this wave.
     """
 
-    def __init__(self, matcher: Matcher, wave: Wave, known: Knowledge, restarts: int, special: bool) -> None:
+    def __init__(
+        self,
+        matcher: Matcher,
+        wave: Wave,
+        known: Knowledge,
+        restarts: int,
+        special: bool = False,
+        known_tokens: bool = False,
+    ) -> None:
         self.model, self.known, self.matcher = matcher.model, known, matcher
         self.table = self.model.value(self.model.parts.word, wave.params).detach()
         self.owners = torch.arange(len(wave) * restarts) // restarts
@@ -41,6 +50,7 @@ class SentenceLayout:
             None if predicts_tokens(known.loss) else labelling.restore(wave, known)[self.owners].to(self.table.device)
         )
         self.words = torch.arange(self.model.vocabulary) if special else _vocabulary(self.model)
+        self.allowed = _known_tokens(wave, known, self.words)[self.owners] if known_tokens else None
         self.size = float(self.table[self.words].norm(dim=1).mean())
         self.mask, self.free, self.ids = (t.to(self.table.device) for t in framed_places(self.model, self.lengths))
         self.owners = self.owners.to(self.table.device)
@@ -63,6 +73,8 @@ class SentenceLayout:
         near = F.normalize(x, dim=-1) @ rows.T
         if soft is not None:
             near = near + soft.softmax(-1)[..., self.words.to(soft.device)]
+        if self.allowed is not None:
+            near = near.masked_fill(~self.allowed.to(x.device)[:, None, None], -torch.inf)
         nearest = self.words.to(x.device)[near.argmax(-1)]
         return torch.where(self.free, nearest, self.ids)
 
@@ -115,6 +127,16 @@ def _vocabulary(model: LanguageModel) -> Tensor:
     special = torch.tensor(sorted(model.special), dtype=torch.int64)
     ids = torch.arange(model.vocabulary)
     return ids[~torch.isin(ids, special) & (ids < model.tokenizer.size)]
+
+
+def _known_tokens(wave: Wave, known: Knowledge, words: Tensor) -> Tensor:
+    """Return the words with an embedding gradient (K, W) in each update; Unreadable where that reveals nothing."""
+    model, most = language_model(known), known.batch_size * known.shape[0]
+    if model.parts.word in wave.update and not model.parts.tied:
+        used = (wave.update[model.parts.word] != 0).any(2).cpu()
+        if int(used.sum(1).max()) <= most and bool(used[:, words].any(1).all()):
+            return used[:, words]
+    raise Unreadable("the word embeddings' gradient is withheld or hides the words: set known_tokens = false")
 
 
 def propose(n: int, count: int, rng: Generator) -> Tensor:

@@ -50,7 +50,7 @@ from fedgauge.defenses.accounting import DELTA, Accountant, NoGuarantee
 from fedgauge.server.store.tape import Keep
 
 _TOP = {
-    "seed", "rounds", "clients", "data", "model", "loss", "chain", "stragglers", "secure_sum", "strategy", "attack", "audit",
+    "seed", "rounds", "clients", "data", "model", "loss", "chain", "secure_sum", "strategy", "attack", "audit",
     "tape", "simulation", "privacy", "server", "server_attack", "guard", "validator", "canaries",
 }  # fmt: skip
 _UNREAD: Mapping[type[Exception], str] = {
@@ -355,12 +355,12 @@ def component_of(text: str) -> Table:
 
 def _check_control_variates(federation: Federation, strategy: Table, tape: TapeOptions) -> None:
     """Refuse settings under which control variates are not SCAFFOLD's, or unknown to the server."""
-    everyone = strategy.get("fraction_train", 1.0) == 1.0 and not federation.protocol.stragglers.probability
+    everyone = strategy.get("fraction_train", 1.0) == 1.0
     plain = strategy.get("use") in ("FedAvg", "flwr.serverapp.strategy:FedAvg")
     if federation.chain.local.remembers and not (plain and everyone and tape.keep == "all"):
         raise SpecError(
             '[[chain]]: scaffold needs the plain average ("FedAvg") of all clients in every round, and all their updates '
-            "recorded: remove fraction_train, [stragglers] and [tape] keep"
+            "recorded: remove fraction_train and [tape] keep"
         )
 
 

@@ -103,5 +103,5 @@ class MaliciousStrategy(Wrapper):
 
     def counts(self, round: int, client: int) -> bool:
         """Return whether a client's reply (under a secure sum, its group's) is averaged."""
-        altered = [c for c in self.protocol.members(client, round) if c in self._altered]
+        altered = [c for c in self.protocol.group(client) if c in self._altered]
         return all(attack.targeting.aggregate for c in altered if (attack := self.attack_on(round, c)) is not None)

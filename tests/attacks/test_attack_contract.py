@@ -73,7 +73,7 @@ def streams(n: int) -> list[Stream]:
 
 
 def run(name: str, wave: Wave, known: Knowledge, budget: Budget | None = None) -> list[Reconstruction]:
-    return ATTACKS[name]().attempt(wave, known, budget or Budget(4, restarts=2), streams(len(wave)))
+    return ATTACKS[name]().reconstruct(wave, known, budget or Budget(4, restarts=2), streams(len(wave)))
 
 
 def well_shaped(results: list[Reconstruction], wave: Wave, known: Knowledge) -> None:
@@ -243,7 +243,7 @@ def test_a_new_client_is_attacked_without_memory(name: str, seen: tuple[Federati
     _, wave, known = seen
     attack = remembering(name)
     begun, _ = attack.advance(wave, known, Budget(4), streams(3), [attack.initial() for _ in wave.clients])
-    for a, b in zip(begun, attack.attempt(wave, known, Budget(4), streams(3)), strict=True):
+    for a, b in zip(begun, attack.reconstruct(wave, known, Budget(4), streams(3)), strict=True):
         assert a.x is not None and b.x is not None
         assert torch.equal(a.x, b.x)
 

@@ -325,7 +325,7 @@ def test_a_search_descends_through_a_loss_of_inputs_alike_on_every_route() -> No
     attack = PlannedAttack.from_table({"use": "inverting_gradients", "iterations": 20}, "x")
     streams = [lambda *_: torch.Generator().manual_seed(1)]
     for plain in (False, True):
-        (result,) = attack.build().attempt(source.wave(), replace(known, plain=plain), attack.budget, streams)
+        (result,) = attack.build().reconstruct(source.wave(), replace(known, plain=plain), attack.budget, streams)
         objectives.append(result.objective)
     assert objectives[0] == pytest.approx(objectives[1], rel=0.05)
 

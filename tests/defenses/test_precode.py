@@ -176,7 +176,7 @@ def test_the_first_layer_gives_the_image_away(dtype: torch.dtype, least: float) 
     updates: list[Update] = [client(params, Batch(b.x.to(dtype), b.y), seeded(9 + i)) for i, b in enumerate(batches)]
     wave = Wave.stack([Observation(1, i, params, u) for i, u in enumerate(updates)])
     streams = [partial(generator, "precode", i) for i in range(3)]
-    for batch, found in zip(batches, analytic().attempt(wave, known, Budget(1), streams), strict=True):
+    for batch, found in zip(batches, analytic().reconstruct(wave, known, Budget(1), streams), strict=True):
         assert found.x is not None, found.reason
         assert float(psnr(batch.x, found.x)) > least
         assert found.y is not None

@@ -121,7 +121,7 @@ def attacked(network: Network, name: str, steps: int = 1) -> None:
         Observation(1, c, params, update or known.forward(params, Batch(x[c], y[c]), None)) for c in range(PROBLEMS)
     ]
     streams: list[Stream] = [partial(generator, "zoo", c) for c in range(PROBLEMS)]
-    found = ATTACKS[name]().attempt(Wave.stack(observations), known, Budget(2), streams)
+    found = ATTACKS[name]().reconstruct(Wave.stack(observations), known, Budget(2), streams)
     for result in found:
         if result.status == "not_applicable":
             expected = (*REASONS.get(name, ()), *((network.declined,) if network.declined else ()))

@@ -216,7 +216,7 @@ def attacked(case: TextCase, name: str) -> list[Reconstruction]:
     """Two iterations of an attack."""
     attack = PlannedAttack.from_table({"use": name, **ATTACKS[name]}, "[[attack]]").build()
     streams = [partial(generator, "text zoo", client) for client in case.wave.clients]
-    return attack.attempt(case.wave, case.known, Budget(2), streams)
+    return attack.reconstruct(case.wave, case.known, Budget(2), streams)
 
 
 def rows() -> list[Mapping[str, object]]:

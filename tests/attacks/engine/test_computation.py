@@ -108,12 +108,12 @@ def observed(model: nn.Module, n: int) -> tuple[Wave, Knowledge, Batch]:
 def test_spear_reads_the_batch_and_analytic_the_example_however_the_network_is_written(name: str) -> None:
     wave, known, batch = observed(built(RELU[name]), 3)
     before = {k: t.clone() for k, t in known.model.state_dict().items()}
-    (found,) = spear().attempt(wave, known, Budget(20), [lambda *parts: generator("spear", *parts)])
+    (found,) = spear().reconstruct(wave, known, Budget(20), [lambda *parts: generator("spear", *parts)])
     assert found.status == "converged" and found.x is not None and found.y is not None, found.reason
     order = match(batch.x, found.x)
     assert float(psnr(batch.x, found.x[order]).min()) > 60 and torch.equal(found.y[order], batch.y)
     wave, known, batch = observed(known.model, 1)
-    (one,) = analytic().attempt(wave, known, Budget(1), [])
+    (one,) = analytic().reconstruct(wave, known, Budget(1), [])
     assert one.x is not None and float(psnr(batch.x, one.x)) > 60
     assert all(torch.equal(t, before[k]) for k, t in known.model.state_dict().items())
 
@@ -158,5 +158,5 @@ def test_a_stack_without_biases_is_inverted_however_its_activation_is_written(na
             return logits
 
     wave, known, batch = observed(built(Stack), 1)
-    (found,) = analytic().attempt(wave, known, Budget(1), [])
+    (found,) = analytic().reconstruct(wave, known, Budget(1), [])
     assert found.x is not None and float(psnr(batch.x, found.x)) > 80

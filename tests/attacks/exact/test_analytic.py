@@ -28,7 +28,7 @@ def attack(model: nn.Module, batch: Batch, links: Chain | None = None) -> Recons
     params = detached_params(model)
     update = links(gradient(model, normalise=lambda x: (x - MEAN[0]) / STD[0]))(params, batch, None)
     known = Knowledge(model, links, SHAPE, CLASSES, len(batch.x), MEAN, STD)
-    return analytic().attempt(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])[0]
+    return analytic().reconstruct(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])[0]
 
 
 def example(seed: int, n: int = 1) -> Batch:
@@ -59,7 +59,7 @@ def test_clients_of_mixed_precision_are_read_to_their_rounding(dtype: torch.dtyp
         update = links(gradient(model, normalise=lambda x: (x - MEAN[0]) / STD[0]))(params, batch, None)
     update = {k: t.float() for k, t in update.items()}
     known = Knowledge(model, links, SHAPE, CLASSES, 1, MEAN, STD)
-    (found,) = analytic().attempt(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])
+    (found,) = analytic().reconstruct(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])
     assert found.x is not None and found.y is not None
     assert least < float(psnr(batch.x, found.x)) < 100
     assert found.y.tolist() == batch.y.tolist()
@@ -159,5 +159,5 @@ def test_each_observation_of_a_wave_is_read_by_itself() -> None:
     params, client = detached_params(model), local_sgd(0.1)(gradient(model, normalise=lambda x: (x - 0.13) / 0.31))
     wave = Wave.stack([Observation(1, c, params, client(params, example(c), None)) for c in range(4)])
     known = Knowledge(model, chain(local_sgd(0.1)), SHAPE, CLASSES, 1, MEAN, STD)
-    for c, found in enumerate(analytic().attempt(wave, known, Budget(1), [])):
+    for c, found in enumerate(analytic().reconstruct(wave, known, Budget(1), [])):
         exact(found, example(c))

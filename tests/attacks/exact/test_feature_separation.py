@@ -33,7 +33,7 @@ def attack(model: nn.Module, own: Batch, links: Chain = BARE, iterations: int = 
     known = Knowledge(model, links, SHAPE, CLASSES, len(own.y), (MEAN,), (STD,), labels=own.y[None], auxiliary=public)
     wave = Wave.stack([Observation(1, 0, params, update)])
     streams = [lambda *purpose: torch.Generator().manual_seed(2)]
-    return feature_separation().attempt(wave, known, Budget(iterations), streams)[0]
+    return feature_separation().reconstruct(wave, known, Budget(iterations), streams)[0]
 
 
 def worst(own: Batch, result: Reconstruction) -> float:
@@ -85,4 +85,4 @@ def test_an_update_of_zeros_is_declined() -> None:
     known = Knowledge(model, BARE, SHAPE, CLASSES, 2, (MEAN,), (STD,), labels=own.y[None])
     wave = Wave.stack([Observation(1, 0, still, {k: torch.zeros_like(t) for k, t in still.items()})])
     streams = [lambda *purpose: torch.Generator().manual_seed(2)]
-    assert feature_separation().attempt(wave, known, Budget(2), streams)[0].status == "not_applicable"
+    assert feature_separation().reconstruct(wave, known, Budget(2), streams)[0].status == "not_applicable"

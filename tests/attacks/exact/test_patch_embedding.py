@@ -85,7 +85,7 @@ def attacked(
     public = Batch(pictures(auxiliary, 1), torch.zeros(auxiliary, dtype=torch.int64)) if auxiliary else None
     known = Knowledge(model, links, SHAPE, CLASSES, images, MEAN, STD, auxiliary=public)
     update = links(gradient(model, normalise=known.normalise))(params, batch, torch.Generator().manual_seed(0))
-    found = patch_embedding().attempt(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])[0]
+    found = patch_embedding().reconstruct(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])[0]
     return batch.x, found
 
 
@@ -175,5 +175,5 @@ def test_a_photograph_at_224_is_read(name: str, least: float, local_file: Callab
     known = Knowledge(model, chain(local_sgd(0.1)), (3, 224, 224), CLASSES, 1, MEAN, STD)
     params = detached_params(model)
     update = known.chain(gradient(model, normalise=known.normalise))(params, Batch(x, torch.tensor([3])), None)
-    found = patch_embedding().attempt(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])[0]
+    found = patch_embedding().reconstruct(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])[0]
     assert decibels(x, found) > least

@@ -36,7 +36,7 @@ def attack(
     update = links(gradient(model, normalise=lambda x: (x - MEAN[0]) / STD[0]))(params, batch, generator("noise"))
     known = Knowledge(model, links, tuple(shape), CLASSES, len(batch.x), MEAN, STD)
     wave = Wave.stack([Observation(1, 0, params, update)])
-    return how.attempt(wave, known, budget or Budget(200), [partial(generator, "unmixing")])[0]
+    return how.reconstruct(wave, known, budget or Budget(200), [partial(generator, "unmixing")])[0]
 
 
 def examples(seed: int, n: int) -> Batch:
@@ -196,7 +196,7 @@ def test_independence_unmixes_digits_where_no_relu_helps() -> None:
         update = links(gradient(model))(params, batch, None)
         known = Knowledge(model, links, (1, 28, 28), 10, 4, (0.0,), (1.0,))
         wave = Wave.stack([Observation(1, 0, params, update)])
-        (found,) = cocktail_party().attempt(wave, known, Budget(300), [partial(generator, "unmixing", first)])
+        (found,) = cocktail_party().reconstruct(wave, known, Budget(300), [partial(generator, "unmixing", first)])
         assert found.status == "converged"
         values.append(paired(found, batch)[0])
     every = torch.cat(values)

@@ -80,7 +80,7 @@ def test_what_the_search_finds_is_nearer_than_what_it_starts_from_and_than_the_m
     attack = gi_gip(latent=4, width=8, training=400, rate=0.1)
     errors = []
     for iterations in (1, 150):
-        found = attack.attempt(wave, known, Budget(iterations, restarts=2), STREAMS)
+        found = attack.reconstruct(wave, known, Budget(iterations, restarts=2), STREAMS)
         images = torch.cat([r.x for r in found if r.x is not None])
         errors.append((float(mse(truth, images).mean()), sum(r.objective for r in found)))
     assert known.auxiliary is not None
@@ -92,9 +92,9 @@ def test_what_the_search_finds_is_nearer_than_what_it_starts_from_and_than_the_m
 def test_each_problem_has_a_generator_of_its_own() -> None:
     known, wave, _ = world()
     attack = gi_gip(latent=4, width=8, training=20, share=0.0, weight_rate=0.01)
-    together = attack.attempt(wave, known, Budget(5), STREAMS)
+    together = attack.reconstruct(wave, known, Budget(5), STREAMS)
     alone = [
-        attack.attempt(wave.of([k]), replace(known, labels=known.labels[[k]]), Budget(5), [STREAMS[k]])[0]
+        attack.reconstruct(wave.of([k]), replace(known, labels=known.labels[[k]]), Budget(5), [STREAMS[k]])[0]
         for k in (0, 1)
     ]  # type: ignore[index]  # given above
     for a, b in zip(together, alone, strict=True):
@@ -104,7 +104,7 @@ def test_each_problem_has_a_generator_of_its_own() -> None:
 @pytest.mark.parametrize("attack", [gi_gip(), gifd()])
 def test_missing_auxiliary_images_are_reported(attack: Any) -> None:
     known, wave, _ = world()
-    found = attack.attempt(wave, replace(known, auxiliary=None), Budget(1), STREAMS)
+    found = attack.reconstruct(wave, replace(known, auxiliary=None), Budget(1), STREAMS)
     assert {r.status for r in found} == {"not_applicable"} and "auxiliary" in found[0].reason
 
 
@@ -126,7 +126,7 @@ def test_the_objective_is_the_adapted_one_of_learning_to_inverts_appendix(defens
     wave = Wave.stack([Observation(1, k, params, update) for k, update in enumerate(seen)])
     attack = gi_gip(latent=4, width=8, training=20, tv=0.0)
     plain = chain(local_sgd(1.0))(gradient(known.model, normalise=known.normalise))
-    for k, found in enumerate(attack.attempt(wave, known, Budget(6), STREAMS)):
+    for k, found in enumerate(attack.reconstruct(wave, known, Budget(6), STREAMS)):
         assert found.x is not None
         own, bare = (
             torch.cat([t.flatten() for t in update.values()])
@@ -170,7 +170,7 @@ def test_inner_features_reach_lower_objectives_than_latents_and_smaller_balls() 
     """Of a generator that has learned little latents make few images; a ball that allows nothing ends there."""
     known, wave, _ = world()
     runs = [
-        sum(r.objective for r in gifd(4, 8, 60, rate=0.05, radius=radius).attempt(wave, known, Budget(n), STREAMS))
+        sum(r.objective for r in gifd(4, 8, 60, rate=0.05, radius=radius).reconstruct(wave, known, Budget(n), STREAMS))
         for radius, n in ((1e-6, 90), (0.5, 90))
     ]
     assert runs[1] < 0.7 * runs[0]
@@ -183,7 +183,7 @@ def test_a_normal_prior_makes_images_likelier_by_the_densities_of_their_classes(
     assert isinstance(bound, LabelledEnergy)
     energies = []
     for weight in (0.0, 1.0):
-        found = gifd(4, 8, 60, tv=0.0, normal=weight).attempt(wave, known, Budget(60), STREAMS)
+        found = gifd(4, 8, 60, tv=0.0, normal=weight).reconstruct(wave, known, Budget(60), STREAMS)
         images = [known.normalise(r.x) for r in found if r.x is not None]
         energies.append(sum(float(bound.energy(x, y)) for x, y in zip(images, known.labels, strict=True)))
     assert energies[1] < 0.9 * energies[0]

@@ -144,7 +144,7 @@ def test_arranged_images_stand_at_their_labels() -> None:
 @pytest.mark.parametrize("make", [ridge_inversion, partial(learning_to_invert.learning_to_invert, hidden=8)])
 def test_too_few_auxiliary_images_are_reported(make: Any, auxiliary: Batch | None) -> None:
     known, wave, _ = digits()
-    (found, *_) = make().attempt(wave, replace(known, auxiliary=auxiliary), Budget(1), STREAMS)
+    (found, *_) = make().reconstruct(wave, replace(known, auxiliary=auxiliary), Budget(1), STREAMS)
     assert found.status == "not_applicable" and "4 auxiliary" in found.reason
 
 
@@ -167,8 +167,8 @@ def test_a_table_of_updates_too_large_for_memory_is_not_applicable_with_the_buck
     known, wave, _ = digits()
     monkeypatch.setattr(shadow_updates, "free_bytes", lambda device: 8 * 360 * 500)
     for make in (ridge_inversion(), learning_to_invert.learning_to_invert(hidden=8)):
-        (found, *_) = make.attempt(wave, known, Budget(1), STREAMS)
+        (found, *_) = make.reconstruct(wave, known, Budget(1), STREAMS)
         assert found.status == "not_applicable"
         assert found.reason.endswith("set buckets to at most 500")
-    (fits, *_) = ridge_inversion(buckets=500).attempt(wave, known, Budget(1), STREAMS)
+    (fits, *_) = ridge_inversion(buckets=500).reconstruct(wave, known, Budget(1), STREAMS)
     assert fits.status == "converged"

@@ -24,7 +24,7 @@ def answer(known: Knowledge, params: Params, batch: Batch) -> Update:
 
 def read(decoder: Attack, known: Knowledge, params: Params, update: Update, iterations: int = 1) -> Reconstruction:
     wave = Wave.stack([Observation(1, 0, params, update)])
-    return decoder.attempt(wave, known, Budget(iterations), [partial(generator, "decoder")])[0]
+    return decoder.reconstruct(wave, known, Budget(iterations), [partial(generator, "decoder")])[0]
 
 
 def proven(found: Reconstruction) -> int:

@@ -100,7 +100,7 @@ def test_buffers_of_each_network_are_its_own_and_what_any_image_gives_proves_non
     buffers = {k: b for k, b in model.named_buffers() if b.is_floating_point()}
     wave = Wave.stack([Observation(1, 0, params, update, buffers)])
     how = separated({"use": "inverting_gradients"})
-    (found,) = how.attempt(wave, known, Budget(2), [partial(generator, "separate")])
+    (found,) = how.reconstruct(wave, known, Budget(2), [partial(generator, "separate")])
     assert found.x is not None and found.x.shape == (2, 1, 9, 9)
     assert "0 of 2 images proven exact" in found.reason
 

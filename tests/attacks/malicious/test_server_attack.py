@@ -80,7 +80,7 @@ def test_a_decoder_says_why_an_honest_update_is_not_for_it(name: str) -> None:
     update = threat.chain(gradient(threat.model, normalise=threat.normalise))(params, batch, None)
     wave = Wave.stack([Observation(1, c, params, {k: t.detach() for k, t in update.items()}) for c in range(2)])
     decoder = build({"use": name}, "test", ATTACK)
-    found = decoder.attempt(wave, threat, Budget(2), [partial(generator, k) for k in range(2)])
+    found = decoder.reconstruct(wave, threat, Budget(2), [partial(generator, k) for k in range(2)])
     assert len(found) == 2
     for one in found:  # a decoder of weights alone may read what honest ones leave, and says what it could not prove
         assert one.reason or one.x is not None

@@ -75,7 +75,7 @@ def met(model: nn.Module, links: Chain, count: int = 2, batch_size: int = 1, bel
 
 
 def found_by(attack: Attack, wave: Wave, known: Knowledge, budget: Budget | None = None) -> list[Reconstruction]:
-    return attack.attempt(wave, known, budget or Budget(12), streams(len(wave)))
+    return attack.reconstruct(wave, known, budget or Budget(12), streams(len(wave)))
 
 
 def images(found: list[Reconstruction]) -> Tensor:

@@ -72,5 +72,5 @@ def test_the_compiled_step_is_the_plain_one_for_any_problems(
 def test_without_a_compiler_the_attack_is_not_applicable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_step, "missing", lambda device: "a C++ compiler")
     wave, known = scene(1)
-    (found,) = inverting_gradients(compile=True).attempt(wave, known, Budget(1), streams(0))
+    (found,) = inverting_gradients(compile=True).reconstruct(wave, known, Budget(1), streams(0))
     assert found.status == "not_applicable" and "compile = false" in found.reason

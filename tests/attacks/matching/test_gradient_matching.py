@@ -62,7 +62,7 @@ def plain_attack(
 @pytest.mark.usefixtures("double")
 def test_matching_is_the_published_loop_from_start_to_end(recipe: str, attack: GradientMatching, tv: float) -> None:
     wave, known, batches = scene(labels=recipe != "dlg")
-    (found,) = attack.attempt(wave, known, Budget(64), streams(0))
+    (found,) = attack.reconstruct(wave, known, Budget(64), streams(0))
     x, y, objective = plain_attack(wave, known, recipe, 64, streams(0)[0], batches[0].y, tv)
     assert found.x is not None and found.y is not None
     assert float((found.x - x).abs().max()) < 1e-9
@@ -85,7 +85,7 @@ def test_the_objective_falls_and_the_image_comes_nearer(
     attack: GradientMatching, local: local_sgd, iterations: int, gain: float
 ) -> None:
     wave, known, batches = scene(clients=2, n=1, links=chain(local), labels=False)
-    few, many = (attack.attempt(wave, known, Budget(n), streams(0, 1)) for n in (1, iterations))
+    few, many = (attack.reconstruct(wave, known, Budget(n), streams(0, 1)) for n in (1, iterations))
     for batch, early, late in zip(batches, few, many, strict=True):
         assert late.objective < 0.2 * early.objective
         assert early.x is not None and late.x is not None
@@ -106,14 +106,14 @@ def test_the_budget_counts_gradient_evaluations(iterations: int, restarts: int, 
         return counted
 
     watched = replace(known, chain=chain(local_sgd(0.1), counting))
-    (found,) = inverting_gradients().attempt(wave, watched, Budget(iterations, restarts), streams(0))
+    (found,) = inverting_gradients().reconstruct(wave, watched, Budget(iterations, restarts), streams(0))
     assert found.iterations == iterations
     assert len(calls) == iterations + 1 + measured, "for the objective at the end, and for the memory that many need"
 
 
 def test_the_time_limit_ends_an_attack_with_a_result() -> None:
     wave, known, _ = scene(clients=2)
-    found = inverting_gradients().attempt(wave, known, Budget(10**9, seconds=0.2), streams(0, 1))
+    found = inverting_gradients().reconstruct(wave, known, Budget(10**9, seconds=0.2), streams(0, 1))
     for result in found:
         assert result.status == "out_of_budget"
         assert result.iterations < 10**9
@@ -137,7 +137,7 @@ def test_an_objective_that_is_not_finite_is_reported_as_diverged(value: float) -
         def __call__(self, seen: Update, expected: Update) -> Tensor:
             return cosine()(seen, expected) + value
 
-    found = GradientMatching(Objective(broken())).attempt(wave, known, Budget(3, restarts=2), streams(0, 1))
+    found = GradientMatching(Objective(broken())).reconstruct(wave, known, Budget(3, restarts=2), streams(0, 1))
     assert [result.status for result in found] == ["diverged"] * 2
     results_in_the_box(found)
 
@@ -145,9 +145,9 @@ def test_an_objective_that_is_not_finite_is_reported_as_diverged(value: float) -
 def test_dropout_in_train_mode_is_not_applicable() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, CLASSES))
     wave, known, _ = scene(model=model.eval())
-    assert inverting_gradients().attempt(wave, known, Budget(1), streams(0))[0].status == "converged"
+    assert inverting_gradients().reconstruct(wave, known, Budget(1), streams(0))[0].status == "converged"
     model.train()
-    (found,) = inverting_gradients().attempt(wave, known, Budget(1), streams(0))
+    (found,) = inverting_gradients().reconstruct(wave, known, Budget(1), streams(0))
     assert (found.status, found.x, found.y) == ("not_applicable", None, None)
     assert "'1' (Dropout)" in found.reason
 
@@ -156,14 +156,14 @@ def test_dropout_in_train_mode_is_not_applicable() -> None:
 def test_labels_that_no_layer_restores_are_optimised(make: Callable[[], GradientMatching]) -> None:
     model = nn.Sequential(nn.Conv2d(1, CLASSES, 8), nn.Flatten())
     wave, known, _ = scene(model=model, labels=False)
-    (found,) = make().attempt(wave, known, Budget(1), streams(0))
+    (found,) = make().reconstruct(wave, known, Budget(1), streams(0))
     assert found.status == "converged" and found.y is not None
 
 
 @pytest.mark.parametrize("make", [dlg, idlg, inverting_gradients])
 def test_given_labels_are_used_as_they_are(make: Callable[[], GradientMatching]) -> None:
     wave, known, batches = scene(clients=2)
-    found = make().attempt(wave, known, Budget(2), streams(0, 1))
+    found = make().reconstruct(wave, known, Budget(2), streams(0, 1))
     for result, batch in zip(found, batches, strict=True):
         assert result.y is not None
         assert torch.equal(result.y, batch.y)
@@ -174,7 +174,7 @@ def test_restarts_try_the_assignments_of_labels_to_slices() -> None:
     links = chain(local_sgd(0.1, 2, batch_size=1))
     wave, known, batches = scene(clients=2, n=2, links=links, labels=False)
     assert len(set(batches[0].y.tolist())) == 2, "the scene's labels differ"
-    found = idlg().attempt(wave, known, Budget(100, restarts=2), streams(0, 1))
+    found = idlg().reconstruct(wave, known, Budget(100, restarts=2), streams(0, 1))
     for batch, result in zip(batches, found, strict=True):
         assert result.y is not None
         assert sorted(result.y.tolist()) == sorted(batch.y.tolist())
@@ -184,6 +184,6 @@ def test_restarts_try_the_assignments_of_labels_to_slices() -> None:
 def test_lbfgs_also_optimises_the_surrogates_point() -> None:
     wave, known, _ = scene(clients=2, n=1, links=chain(local_sgd(0.1, 3)))
     attack = replace(surrogate(), search=LBFGSSearch())
-    few, many = (attack.attempt(wave, known, Budget(n), streams(0, 1)) for n in (1, 60))
+    few, many = (attack.reconstruct(wave, known, Budget(n), streams(0, 1)) for n in (1, 60))
     for early, late in zip(few, many, strict=True):
         assert late.status == "converged" and late.objective < 0.5 * early.objective

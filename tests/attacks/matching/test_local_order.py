@@ -195,7 +195,7 @@ def test_tied_copies_are_nearer_than_an_assumed_order() -> None:
     found = {}
     for name, tied in (("assumed", 0.0), ("tied", 1.0), ("copies apart", 1e-12)):
         attack = federated_averaging(tied=tied)
-        results = attack.attempt(posed.wave, posed.known, Budget(200, restarts=4), streams(4))
+        results = attack.reconstruct(posed.wave, posed.known, Budget(200, restarts=4), streams(4))
         assert {f.status for f in results} == {"converged"}
         found[name] = quality(results, posed.truth)
     gain = found["tied"] - found["assumed"]
@@ -211,7 +211,7 @@ def test_tied_copies_are_nearer_than_an_assumed_order() -> None:
 def test_local_sgds_slices_that_do_not_divide_the_batch_are_not_applicable() -> None:
     links = chain(local_sgd(0.1, 4, batch_size=2))
     posed = scene(links, [((0, 1, 2),)], 3)
-    (found,) = federated_averaging().attempt(posed.wave, posed.known, Budget(1), streams(1))
+    (found,) = federated_averaging().reconstruct(posed.wave, posed.known, Budget(1), streams(1))
     assert found.status == "not_applicable"
 
 
@@ -220,6 +220,6 @@ def test_labels_found_next_to_copies_are_those_of_paired_copies() -> None:
     posed = scene(links, [((1, 0), (0, 1))], 2)
     known = replace(posed.known, labels=None)
     attack = GradientMatching(Objective(squared(), labels="optimised", training=tied_epochs()))
-    (found,) = attack.attempt(posed.wave, known, Budget(3), streams(1))
+    (found,) = attack.reconstruct(posed.wave, known, Budget(3), streams(1))
     assert found.x is not None and found.y is not None
     assert (found.x.shape, found.y.shape) == ((2, *SHAPE), (2,))

@@ -72,7 +72,7 @@ def test_confidence_is_entropy_and_spread() -> None:
 def audited(fed: Federation, wave: Wave, attack: Any, budget: Budget, **known: Any) -> list[Reconstruction]:
     knowledge = replace(Auditor(FederationSource(fed)).knowledge(PlannedAttack("x", {"use": "analytic"})), **known)
     streams = [partial(generator, "rows", k) for k in range(len(wave))]
-    found: list[Reconstruction] = attack.attempt(wave, knowledge, budget, streams)
+    found: list[Reconstruction] = attack.reconstruct(wave, knowledge, budget, streams)
     return found
 
 

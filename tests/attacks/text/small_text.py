@@ -65,7 +65,7 @@ def seen(
 
 def read(attack: Attack, wave: Wave, known: Knowledge, budget: Budget | None = None) -> list[Reconstruction]:
     streams = [partial(generator, "test", k) for k in wave.clients]
-    return attack.attempt(wave, known, budget or Budget(1), streams)
+    return attack.reconstruct(wave, known, budget or Budget(1), streams)
 
 
 def labelled(x: Tensor, y: Tensor | None) -> list[tuple[list[int], int]]:

@@ -90,7 +90,7 @@ def test_moves_are_different_permutations_that_begin_with_none(n: int, count: in
 def test_special_tokens_stay_in_place(batch_size: int) -> None:
     wave, known, batches = make(batch_size=batch_size)
     known = replace(known, lengths=lengths(batches))
-    tokens = torch.stack([f.x for f in SMALL().attempt(wave, known, Budget(7), streams(2)) if f.x is not None])
+    tokens = torch.stack([f.x for f in SMALL().reconstruct(wave, known, Budget(7), streams(2)) if f.x is not None])
     truth = torch.stack([b.x for b in batches])
     special = torch.isin(truth, torch.tensor([0, 2, 3]))
     assert torch.equal(tokens[special], truth[special])
@@ -120,14 +120,27 @@ def test_lengths_that_a_defense_hides_are_all_positions_unless_given() -> None:
     assert (lengths_of(wave, known) == LENGTH).all()
 
 
+def test_known_tokens_are_those_with_a_gradient() -> None:
+    wave, known, batches = make()
+    layout = dlg_text(known_tokens=True).layout(wave, known, 2)
+    assert layout.allowed is not None
+    for k, batch in enumerate(batches):
+        inside = layout.words[layout.allowed[2 * k]].tolist()
+        assert sorted(inside) == sorted(set(batch.x.flatten().tolist()) - known.model.special)  # type: ignore[operator]
+    results = dlg_text(known_tokens=True).reconstruct(wave, known, Budget(3), streams(2))
+    for batch, found in zip(batches, results, strict=True):
+        assert found.x is not None
+        assert set(found.x.flatten().tolist()) <= set(batch.x.flatten().tolist())
+
+
 # ------------------------------------------------------------------------------------------------------- what is found
 
 
 def test_lamp_finds_sentences_in_seconds_where_random_words_find_none() -> None:
     wave, known, batches = make(freeze=["words"])
     attack = lamp(lm_steps=50, draws=10, orders=10, candidates=20, period=40, rate=0.03, decay=0.7)
-    guesses = attack.attempt(wave, known, Budget(120), streams(2))
-    floor = random_words().attempt(wave, known, Budget(1), streams(2))
+    guesses = attack.reconstruct(wave, known, Budget(120), streams(2))
+    floor = random_words().reconstruct(wave, known, Budget(1), streams(2))
     truth = torch.cat([b.x for b in batches])
     scores = []
     for results in (guesses, floor):
@@ -158,8 +171,8 @@ def test_moves_put_words_in_order() -> None:
 def test_moves_at_the_end_alone_count_in_what_is_answered_as_published_too() -> None:
     wave, known, _ = make(clients=1, freeze=["words"])
     attack = partial(SMALL, lm_weight=1e3, published=True, draws=1, orders=1, candidates=60, rate=1e-9)
-    still = attack(discrete="none").attempt(wave, known, Budget(9), streams(1))[0]
-    moved = attack(discrete="end").attempt(wave, known, Budget(9), streams(1))[0]
+    still = attack(discrete="none").reconstruct(wave, known, Budget(9), streams(1))[0]
+    moved = attack(discrete="end").reconstruct(wave, known, Budget(9), streams(1))[0]
     assert still.x is not None and moved.x is not None
     assert sorted(still.x.flatten().tolist()) == sorted(moved.x.flatten().tolist())
     assert not torch.equal(still.x, moved.x), "the language model has its way"
@@ -174,8 +187,8 @@ def test_the_restart_of_the_lowest_objective_is_returned() -> None:
         """Streams that begin with another restart."""
         return [lambda purpose, _, k=k: generator("lamp", k, purpose, restart) for k in range(2)]
 
-    alone = [dlg_text().attempt(wave, known, Budget(4), only(r)) for r in range(3)]
-    together = dlg_text().attempt(wave, known, Budget(4, restarts=3), streams(2))
+    alone = [dlg_text().reconstruct(wave, known, Budget(4), only(r)) for r in range(3)]
+    together = dlg_text().reconstruct(wave, known, Budget(4, restarts=3), streams(2))
     for result, *each in zip(together, *alone, strict=True):
         lowest, *others = sorted(each, key=lambda r: r.objective)
         assert others[0].objective > 1.01 * lowest.objective, "they differ by more than rounding"
@@ -202,7 +215,7 @@ CHAINS: dict[str, tuple[tuple[Transform, ...], int]] = {
 def test_every_kind_of_client_is_met(name: str, attack: lamp) -> None:
     links, batch_size = CHAINS[name]
     wave, known, _ = make(links=links, batch_size=batch_size, width=16, heads=2)
-    for found in attack.attempt(wave, known, Budget(3), streams(2)):
+    for found in attack.reconstruct(wave, known, Budget(3), streams(2)):
         assert found.status == "converged" and found.reason == ""
         assert found.x is not None and found.x.shape == (batch_size, LENGTH) and found.x.dtype == torch.int64
         assert found.y is not None and found.y.shape == (batch_size,)
@@ -212,7 +225,7 @@ def test_every_kind_of_client_is_met(name: str, attack: lamp) -> None:
 def test_next_words_of_a_decoder_come_back() -> None:
     wave, known, batches = make(task="next_token", tied=False)
     attack = lamp(lm_weight=0, draws=1, orders=1, rate=0.05, discrete="none")
-    results = attack.attempt(wave, known, Budget(150), streams(2))
+    results = attack.reconstruct(wave, known, Budget(150), streams(2))
     guesses = torch.cat([r.x for r in results if r.x is not None])
     assert words_found(torch.cat([b.x for b in batches]), guesses) > 50
 
@@ -221,20 +234,30 @@ def test_next_words_of_a_decoder_come_back() -> None:
 
 
 def declined(attack: lamp, wave: Wave, known: Knowledge, word: str) -> bool:
-    return refused(attack.attempt(wave, known, Budget(2), streams(len(wave))), word)
+    return refused(attack.reconstruct(wave, known, Budget(2), streams(len(wave))), word)
 
 
 def test_a_missing_language_model_is_reported() -> None:
     wave, known, _ = make()
     bare = replace(known, auxiliary=None)
     assert declined(SMALL(), wave, bare, "auxiliary")
+    assert declined(SMALL(lm="gpt2-that-is-not-there"), wave, known, "cannot be loaded")
     for attack in (SMALL(lm_weight=0), SMALL(discrete="none"), dlg_text()):
-        assert attack.attempt(wave, bare, Budget(1), streams(2))[0].status == "converged", "none is asked"
+        assert attack.reconstruct(wave, bare, Budget(1), streams(2))[0].status == "converged", "none is asked"
+
+
+def test_known_tokens_are_refused_where_nothing_tells_them() -> None:
+    wave, known, _ = make(freeze=["words"])
+    assert declined(SMALL(known_tokens=True), wave, known, "known_tokens")
+    wave, known, _ = make(links=(gaussian(0.1), local_sgd(1.0)))
+    assert declined(tag(known_tokens=True), wave, known, "known_tokens")
+    wave, known, _ = make(task="next_token")
+    assert declined(dlg_text(known_tokens=True), wave, known, "known_tokens")
 
 
 def test_it_ends_when_its_seconds_are_over() -> None:
     wave, known, _ = make()
-    for found in lamp(lm_weight=0).attempt(wave, known, Budget(10**9, seconds=0.05), streams(2)):
+    for found in lamp(lm_weight=0).reconstruct(wave, known, Budget(10**9, seconds=0.05), streams(2)):
         assert found.status == "out_of_budget" and found.reason
         assert found.x is not None
 

@@ -67,7 +67,7 @@ def built(name: str) -> Attack:
 
 def run(name: str, wave: Wave, known: Knowledge, budget: Budget = BUDGET) -> list[Reconstruction]:
     streams = [partial(generator, "contract", client) for client in wave.clients]
-    return built(name).attempt(wave, known, budget, streams)
+    return built(name).reconstruct(wave, known, budget, streams)
 
 
 def declines(name: str, known: Knowledge) -> bool:

@@ -363,20 +363,6 @@ def test_groups_are_of_consecutive_clients(make_federation: MakeFederation) -> N
     assert make_federation(**EIGHT).protocol.groups == [range(c, c + 1) for c in range(8)]
 
 
-def test_stragglers_are_not_in_a_sum(make_federation: MakeFederation) -> None:
-    late = {"probability": 0.3}
-    fed = make_federation(**EIGHT, stragglers=late, secure_sum={"group": 4, "threshold": 3})
-    protocol = fed.protocol
-    sizes = set()
-    for round in (1, 2, 3):
-        for group in protocol.groups:
-            present = tuple(c for c in group if not protocol.misses(c, round))
-            assert all(protocol.members(c, round) == present for c in group)
-            assert len(fed.batch_at(group[0], round).y) == 2 * len(present)
-            sizes.add(len(present))
-    assert len(sizes) > 1, "a seed in which groups differ"
-
-
 @pytest.mark.parametrize(
     ("table", "name"),
     [

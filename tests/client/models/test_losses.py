@@ -245,7 +245,7 @@ def test_a_loss_of_whole_labels_and_a_link_that_blends_them_exclude_each_other(
     own: None, make_federation: MakeFederation
 ) -> None:
     blend = [{"use": "mixup", "alpha": 0.5}, SGD]
-    with pytest.raises(SpecError, match="mylosses:focal"):
+    with pytest.raises(SpecError):
         make_federation(loss={"use": "mylosses:focal"}, chain=blend, data={"batch_size": 2}).check()
     make_federation(loss=SQUARED, chain=blend, data={"batch_size": 2}).check()
 
@@ -342,7 +342,7 @@ def test_labels_of_several_examples_are_optimised_also_under_a_loss_of_whole_cla
         dlg(),
         replace(inverting_gradients(), objective=replace(inverting_gradients().objective, labels="optimised")),
     ):
-        (found,) = attack.attempt(wave, known, Budget(2), [lambda *_: torch.Generator()])
+        (found,) = attack.reconstruct(wave, known, Budget(2), [lambda *_: torch.Generator()])
         assert found.status == "converged" and found.y is not None and found.y.shape == (2,)
 
 
@@ -357,7 +357,7 @@ def test_a_loss_of_whole_classes_as_one_of_probabilities_is_the_same(own: None) 
 def test_analytic_inversion_owes_nothing_to_the_loss(make_federation: MakeFederation) -> None:
     fed = make_federation(loss=SQUARED, model={"use": "mlp"})
     known = Auditor(FederationSource(fed)).knowledge(planned("analytic"))
-    (found,) = analytic().attempt(wave_of(fed), known, Budget(1), [lambda *_: torch.Generator()])
+    (found,) = analytic().reconstruct(wave_of(fed), known, Budget(1), [lambda *_: torch.Generator()])
     assert found.x is not None
     assert float(psnr_of(fed.shards.batch_at(0, 1).x, found.x)) > 100
 

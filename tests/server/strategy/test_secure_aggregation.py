@@ -285,29 +285,6 @@ def test_the_tap_and_the_strategy_see_one_reply_for_each_group(kit: Any) -> None
             assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 4}
 
 
-def test_stragglers_leave_a_smaller_sum_or_none(kit: Any) -> None:
-    late = {"stragglers": {"probability": 0.25}, "rounds": 6}
-    scenario = kit.scenario(**EIGHT, **late, secure_sum={"group": 4, "threshold": 3})
-    _, intakes, _ = simulated(kit, scenario, 6)
-    seen = set()
-    for intake in intakes:
-        rejected = {s.client: s.reason for s in intake.refused if s.status == "rejected"}
-        accepted = {a.client: a for a in intake.accepted}
-        for group in scenario.protocol.groups:
-            members = scenario.protocol.members(group[0], intake.round)
-            seen.add(len(members))
-            if len(members) >= 3:
-                assert accepted[members[0]].examples == len(members)
-                truth = scenario.federation.client_update(intake.params, {}, members[0], intake.round)
-                assert distance(accepted[members[0]].update, truth) < 1e-7
-            else:
-                assert all("no secure sum" in rejected[c] for c in members)
-        assert {s.client for s in intake.refused if s.status == "missing"} == {
-            c for c in range(8) if scenario.protocol.misses(c, intake.round)
-        }
-    assert {2, 3, 4} <= seen
-
-
 def test_a_reply_that_the_door_refuses_costs_its_group_the_round(kit: Any) -> None:
     def tamper(round: int, replies: list[Message]) -> list[Message]:
         for m in replies:
@@ -329,7 +306,7 @@ def test_a_reply_that_the_door_refuses_costs_its_group_the_round(kit: Any) -> No
 
 
 def test_a_secure_sum_of_some_clients_is_refused(kit: Any) -> None:
-    with pytest.raises(SpecError, match="fraction_train"):
+    with pytest.raises(SpecError):
         kit.scenario(**EIGHT, secure_sum={"group": 4}, strategy={"use": "FedAvg", "fraction_train": 0.5})
 
 
