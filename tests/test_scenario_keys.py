@@ -62,7 +62,7 @@ def test_a_wrong_value_is_refused_in_the_words_of_the_reference(tables: Tables, 
 
 @pytest.mark.parametrize("table", [table for table in TABLES if table not in REST])
 def test_the_keys_are_those_that_reading_a_scenario_knows(tables: Tables, table: str) -> None:
-    with pytest.raises(SpecError, match="nonsense") as caught:
+    with pytest.raises(SpecError) as caught:
         Scenario.from_tables(scenario(tables, table, nonsense=1))
     known = re.search(r"\((?:it|a scenario) has: ([\w, ]+)\)", str(caught.value))
     assert known is not None, caught.value
@@ -79,7 +79,7 @@ def test_a_key_without_a_default_is_needed(tables: Tables, table: str) -> None:
         if key.default == NEEDED and key.name not in ("use", "group"):
             whole = scenario(tables, table)
             del whole[key.name]
-            with pytest.raises(SpecError, match=f"the scenario needs '{key.name}'"):
+            with pytest.raises(SpecError, match=f"'{key.name}'"):
                 Scenario.from_tables(whole)
         assert key.meaning and not key.meaning[0].isupper(), key
 

@@ -180,5 +180,5 @@ def test_a_reconstruction_of_another_shape_is_refused_in_a_sentence() -> None:
 
 
 def test_attacks_on_other_kinds_are_refused_by_what_they_reconstruct(run: Run) -> None:
-    with pytest.raises(SpecError, match="numbers"):
+    with pytest.raises(SpecError):
         Scenario.from_tables({**TABLES, "attack": [{"use": "inverting_gradients"}]})

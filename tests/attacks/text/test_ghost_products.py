@@ -272,5 +272,5 @@ def test_nothing_but_word_embeddings_is_nothing_to_compare(words: Tokenizer) -> 
     model = bert(words, 16)
     wave, known, _ = seen_of(model, chain(local_sgd(RATE)))
     alone = replace(wave, update={model.parts.word: wave.update[model.parts.word]})
-    with pytest.raises(Unreadable, match="embeddings"):
+    with pytest.raises(Unreadable):
         Matcher(alone, known, "cosine")

@@ -1,6 +1,7 @@
 """A deployment's clients grade: the same scores as a simulation's, to the precision, and no truth at the server."""
 
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -366,14 +367,13 @@ def test_an_auditor_of_a_deployment_never_asks_for_the_truth(
 
 def test_labels_cannot_be_given_without_a_truth(tmp_path: Path, observe: Callable[..., Any]) -> None:
     scenario = small(attack=[{**ATTACKS[0], "labels": "given"}])
-    with pytest.raises(SpecError, match="labels"):
+    with pytest.raises(SpecError):
         create_run(scenario, tmp_path / "run", mode="deployment")
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match="labels") as told:
+    with pytest.raises(ValueError, match=f"^{re.escape(NO_TRUTH)}$"):
         Auditor(FederationSource(scenario.federation, blind=True)).audit(
             scenario.plan.attacks[0], observe(scenario.federation, (0,))
         )
-    assert str(told.value) == NO_TRUTH
 
 
 # ------------------------------------------------------------------------------------------------------------- epsilons

@@ -306,7 +306,7 @@ def test_a_reply_that_the_door_refuses_costs_its_group_the_round(kit: Any) -> No
 
 
 def test_a_secure_sum_of_some_clients_is_refused(kit: Any) -> None:
-    with pytest.raises(SpecError, match="fraction_train"):
+    with pytest.raises(SpecError):
         kit.scenario(**EIGHT, secure_sum={"group": 4}, strategy={"use": "FedAvg", "fraction_train": 0.5})
 
 

@@ -20,6 +20,7 @@ from fedgauge.simulations.deploy.local_start import LocalDeployment, down
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.launch import TrainingFailed
+from tests.forks import hold
 from tests.simulations.deploy.conftest import SLEEP, linux, program
 from tests.waiting import wait_for
 
@@ -74,28 +75,16 @@ def test_a_needed_service_that_died_is_named_with_the_end_of_its_log(local: Loca
         local.check("superlink")
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from fedgauge.server.store.run import Run
-with Run(Path(sys.argv[1])).lock("up"):
-    print("held", flush=True)
-    time.sleep(120)
-"""
-
-
 @linux
 def test_a_deployment_is_up_once_and_down_asks_the_owner_of_it(fresh: Deployment) -> None:
-    with (
-        subprocess.Popen([sys.executable, "-c", HOLD, fresh.folder], stdout=subprocess.PIPE, text=True) as holder,
-        closing(LocalDeployment(fresh, "one")) as left,
-    ):
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(RunBusy, match=str(holder.pid)), Run(fresh.folder).lock("up"):
+    holder = hold(fresh.folder, "up")
+    with closing(LocalDeployment(fresh, "one")) as left:
+        with pytest.raises(RunBusy), Run(fresh.folder).lock("up"):
             pass
         program(left, "stray", SLEEP)
         assert down(fresh) == [left.children["stray"].pid]
-        assert holder.wait() == -signal.SIGTERM and left.children["stray"].wait() != 0
+        holder.join()
+        assert holder.exitcode == -signal.SIGTERM and left.children["stray"].wait() != 0
         assert down(fresh) == [], "nothing is left to end"
 
 
