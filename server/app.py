@@ -131,7 +131,7 @@ def _secured(strategy: CheckedStrategy, protocol: Protocol, timeout: float) -> S
     """
     assert protocol.secure_sum is not None
 
-    def groups(round: int, nodes: Sequence[int]) -> list[list[int]]:
+    def groups(nodes: Sequence[int]) -> list[list[int]]:
         of = {strategy.clients[node]: node for node in nodes}
         return [[of[client] for client in group if client in of] for group in protocol.groups]
 

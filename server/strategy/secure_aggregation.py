@@ -32,7 +32,7 @@ class SecureSumStrategy(Wrapper):
         inner: chooses clients and aggregates.
         replies: what the inner strategy expects and the ClientApp answers with.
         timeout: seconds that clients have to answer a question without training.
-        groups: of a round and the nodes that the wrapped strategy chose: which of them are summed together, at most `group` and
+        groups: of the nodes that the wrapped strategy chose: which of them are summed together, at most `group` and
             at least `least` in each; the others are left out. Default: the fewest groups that hold all, in the nodes' order.
     """
 
@@ -40,7 +40,7 @@ class SecureSumStrategy(Wrapper):
     protocol: PairwiseMasking
     replies: Literal["updates", "weights"] = "weights"
     timeout: float = 600.0
-    groups: Callable[[int, Sequence[int]], Sequence[Sequence[int]]] | None = None
+    groups: Callable[[Sequence[int]], Sequence[Sequence[int]]] | None = None
 
     def __post_init__(self) -> None:
         self._groups: list[_Group] = []
@@ -52,7 +52,7 @@ class SecureSumStrategy(Wrapper):
     ) -> Iterable[Message]:
         """Let the wrapped strategy choose clients; the groups agree on masks before they train."""
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
-        parts = list(_parts(messages, self.protocol) if self.groups is None else self._agreed(server_round, messages))
+        parts = list(_parts(messages, self.protocol) if self.groups is None else self._agreed(messages))
         self._grid = grid
         self._groups = [_Group(self.protocol, part) for part in parts]
         summed = {message.metadata.dst_node_id for part in parts for message in part}
@@ -75,10 +75,10 @@ class SecureSumStrategy(Wrapper):
         self._groups, self._left_out = [], []  # a sum is as large as the model
         return self.inner.aggregate_train(server_round, merged)
 
-    def _agreed(self, round: int, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    def _agreed(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
         assert self.groups is not None
         of = {message.metadata.dst_node_id: message for message in messages}
-        for nodes in self.groups(round, list(of)):
+        for nodes in self.groups(list(of)):
             if len(nodes) >= self.protocol.least:
                 yield [of[node] for node in nodes]
 
