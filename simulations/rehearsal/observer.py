@@ -340,7 +340,9 @@ class Observer:
             now = self._now
             if now is None or now.back or torch.jit.is_tracing() or _transforms():  # a trace would hold what is noted
                 if now is not None and now.back and not _transforms():
-                    now.notes["checkpoint"] = "the network's checkpointing may give attacks wrong gradients"
+                    now.notes["checkpoint"] = (
+                        "checkpointing may spoil attacks' gradients, and changes no update: turn it off"
+                    )
                 elif now is not None and now.network is None and not torch.jit.is_tracing():
                     now.notes["func"] = "torch.func computes gradients, and is not observed"
                 return call(module, *args, **kwargs)
