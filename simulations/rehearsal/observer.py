@@ -313,8 +313,8 @@ class Observer:
             self._after(place, "clip_grad_value_", _clips_values)
         self._after(torch.amp.GradScaler, "scale", _scales)
         self._after(Optimizer, "add_param_group", _optimises)
-        for place in (Optimizer, nn.Module):
-            self._after(place, "zero_grad", Training.clears)
+        for kind in (Optimizer, nn.Module):
+            self._after(kind, "zero_grad", Training.clears)
 
     @contextmanager
     def training(self) -> Iterator[Training]:
