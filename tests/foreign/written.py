@@ -638,7 +638,7 @@ optimizer.step()""",
 nn.functional.mse_loss(net(x).softmax(1), wanted).backward()
 optimizer.step()""",
     },
-    "unlike": {"optimizer": PLAIN["optimizer"].replace("0.1", "0.1 * (1 + context.node_id % 2)")},
+    "unlike": {"optimizer": PLAIN["optimizer"].replace("0.1", "0.1 * context.node_id")},
     "gaps": {
         "forward": "self.head(self.body(x.nan_to_num()))",
         "train": PLAIN["train"].replace("net(x)", "net(x.where(x > 0, torch.nan))"),
