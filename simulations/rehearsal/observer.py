@@ -86,6 +86,7 @@ class Training:
     trained: set[int] = field(default_factory=set)
     optimised: set[int] = field(default_factory=set)  # parameters that an optimizer was given
     used: set[int] = field(default_factory=set)
+    cleared: set[int] = field(default_factory=set)  # passes whose gradients were set to zero
     passes: int = 0
     built: list[Built] = field(default_factory=list)
     modes: dict[str, bool] = field(default_factory=dict)
@@ -196,9 +197,8 @@ class Training:
             self.notes["output"] = f"returns a {type(result).__name__} of {many} parts"
 
     def clears(self, *args: object, **kwargs: object) -> None:
-        """Forget passes whose gradients no optimizer uses, as those that only make adversarial examples."""
-        if self.optimised and self.dp is None:  # Opacus keeps gradients elsewhere
-            self.used = {*sorted(self.used)[: self.steps[-1].passes if self.steps else 0]}
+        """Note that gradients are set to zero: passes since the last step only made adversarial examples."""
+        self.cleared = set() if self.dp else {*self.used}  # Opacus keeps gradients elsewhere
 
     def ends(self) -> None:
         """Leave out passes that nothing was learnt from, such as those that only measure."""
@@ -252,6 +252,7 @@ class Training:
         if self.trained and not moved & self.trained:
             self.notes["turns"] = "several optimizers train different parameters by turns"
         self.trained |= moved
+        self.used -= self.cleared - {*sorted(self.used)[: self.steps[-1].passes if self.steps else 0]}
         self.steps.append(Step(type(optimizer).__name__, groups, len(self.used), self.max_norm))
         self.max_norm = None
 
@@ -313,8 +314,8 @@ class Observer:
             self._after(place, "clip_grad_value_", _clips_values)
         self._after(torch.amp.GradScaler, "scale", _scales)
         self._after(Optimizer, "add_param_group", _optimises)
-        for place in (Optimizer, nn.Module):
-            self._after(place, "zero_grad", Training.clears)
+        for kind in (Optimizer, nn.Module):
+            self._after(kind, "zero_grad", Training.clears)
 
     @contextmanager
     def training(self) -> Iterator[Training]:
@@ -340,7 +341,9 @@ class Observer:
             now = self._now
             if now is None or now.back or torch.jit.is_tracing() or _transforms():  # a trace would hold what is noted
                 if now is not None and now.back and not _transforms():
-                    now.notes["checkpoint"] = "the network's checkpointing may give attacks wrong gradients"
+                    now.notes["checkpoint"] = (
+                        "checkpointing may spoil attacks' gradients, and changes no update: turn it off"
+                    )
                 elif now is not None and now.network is None and not torch.jit.is_tracing():
                     now.notes["func"] = "torch.func computes gradients, and is not observed"
                 return call(module, *args, **kwargs)

@@ -134,6 +134,14 @@ optimizer.step(loss)"""
         for p in net.parameters():
             p -= 0.05 * p.grad""",
     },
+    "corrected": {
+        "train": """for images, labels in zip(x.split(4), y.split(4), strict=True):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(images), labels).backward()
+    with torch.no_grad():
+        for p in net.parameters():
+            p -= optimizer.param_groups[0]["lr"] * p.grad"""
+    },
     "private": {
         "train": """from opacus import PrivacyEngine
 
@@ -630,7 +638,7 @@ optimizer.step()""",
 nn.functional.mse_loss(net(x).softmax(1), wanted).backward()
 optimizer.step()""",
     },
-    "unlike": {"optimizer": PLAIN["optimizer"].replace("0.1", "0.1 * (1 + context.node_id % 2)")},
+    "unlike": {"optimizer": PLAIN["optimizer"].replace("0.1", "0.1 * context.node_id")},
     "gaps": {
         "forward": "self.head(self.body(x.nan_to_num()))",
         "train": PLAIN["train"].replace("net(x)", "net(x.where(x > 0, torch.nan))"),

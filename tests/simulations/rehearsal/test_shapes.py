@@ -161,6 +161,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("double_head", "precision", True, marks=FULL),
         pytest.param("batches", "examples", True, marks=FULL),
         pytest.param("by_hand", "steps", True, marks=FULL),
+        pytest.param("corrected", "steps", True, marks=FULL),
         pytest.param("features", "features", True, marks=FULL),
         pytest.param("trainer", "", True, marks=FULL),
         pytest.param("groups", "groups", False, marks=FULL),
