@@ -13,7 +13,6 @@ with x (the gradient of a ReLU network at a kink), the jumps reveal more than F 
 
 import copy
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call
 
 from fedgauge.attacks.base import Knowledge, Role
+from fedgauge.attacks.engine.computation import along
 from fedgauge.attacks.gaussian_prior import ClassPrior, VarianceBlock, public_priors
 from fedgauge.attacks.measure import Case, Measure, Memories, Rows
 from fedgauge.attacks.modality.image_metrics import mse
@@ -66,7 +66,7 @@ def known_noise(chain: Chain) -> tuple[Chain, UpdateDistribution] | None:
 
 def noise_is_known(fed: Federation) -> bool:
     """Return whether the update of one client, or the sum of a group, carries noise of a known density."""
-    return known_noise(fed.as_seen(fed.chain, len(fed.protocol.groups(1)[0]))) is not None
+    return known_noise(fed.as_seen(fed.chain, fed.protocol.group_size)) is not None
 
 
 def _chooses(link: object) -> bool:
@@ -147,14 +147,8 @@ def _moves(forward: UpdateFn, params: Params, batch: Batch, weigh: Precision, di
     def update(x: Tensor) -> Update:
         return forward(params, Batch(x, batch.y), None)
 
-    def along(v: Tensor) -> Update:
-        moved: Update = jvp(update, (batch.x,), (v,))[1]
-        return moved
-
     roots = {k: w.sqrt() for k, w in weigh(update(batch.x)).items()}
-    with warnings.catch_warnings():  # torch compiles some rules on its first forward-mode derivative, with a warning
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-        moved = vmap(along)(directions)
+    moved = along(update, batch.x, directions)
     return torch.cat([(moved[k] * root).flatten(1) for k, root in roots.items()], 1)
 
 
@@ -281,7 +275,7 @@ class BayesLimit(ErrorLimit):
     role = "estimate"
 
     def assumes(self, fed: Federation, batch: str) -> list[str]:
-        values = len(fed.protocol.groups(1)[0]) * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)
+        values = fed.protocol.group_size * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)
         fitted = f"Gaussian prior of each class fitted to {len(fed.shards.auxiliary)} auxiliary images (Ledoit-Wolf shrinkage)"
         bound = "an estimate, and a bound only for Gaussian images"
         kind = (

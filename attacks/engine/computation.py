@@ -4,6 +4,7 @@ The network runs once on made-up examples under a TorchFunctionMode. A fact ther
 written: nn.ReLU, F.relu and .relu() are alike, in whatever order its modules are registered.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, jvp, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -258,6 +259,13 @@ class LayerCallRecorder(TorchFunctionMode):
         names = self.names[id(weight)], "" if bias is None else self.names[id(bias)]
         self.calls.append(LayerCall(*names, taken.detach().clone(), not taken.requires_grad, result, given))
         return result.clone()  # what changes it in place leaves the kept one as it is
+
+
+def along(function: Callable[[Tensor], Any], x: Tensor, directions: Tensor) -> Any:
+    """The derivatives of a function of x along directions (N, ...)."""
+    with warnings.catch_warnings():  # torch compiles some rules on its first forward-mode derivative, with a warning
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        return vmap(lambda v: jvp(function, (x,), (v,))[1])(directions)
 
 
 def _input_layer(

@@ -3,6 +3,8 @@
 The last layer's gradient has rank one, which gives its input and the error signal of the logits. The input of each layer below
 solves two sets of linear equations: its weight gradient, sum_p D_p x_p^T over error signals D and patches x, and its output,
 from inverting the activation. They are weighted by their precision. A clip scales gradients and error signals alike.
+
+A shortcut's block, GELU, SiLU or GroupNorm bends the equations; the same two sets are then solved by Gauss-Newton steps.
 """
 
 import math
@@ -19,13 +21,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
 from fedgauge.attacks.engine.compatibility import doubled
-from fedgauge.attacks.engine.computation import LayerCall, LayerCallRecorder, run, undisturbed
+from fedgauge.attacks.engine.computation import LayerCall, LayerCallRecorder, along, close, run, undisturbed
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader, check_one_example, labels_of
 from fedgauge.attacks.problem import Problem, Unattackable
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update, relative_error
 
 LARGEST = 4096  # values that a layer reads, up to which its equations are solved in seconds
+LARGEST_BENT = 2400  # the same where they are solved again at each step
+STARTS = 6  # of bent equations, the first at the mean
+STEPS = 40  # from each
+DAMPED = 12  # tries of one step, each more damped
+SOLVED = 100.0  # standard deviations, root mean square, up to which bent equations are solved
 REACH = 64.0  # values before an activation lie between -REACH and REACH
 HALVINGS = 60
 ROUNDING = 1e-7  # of a gradient in float32, relative to its root mean square
@@ -42,8 +49,9 @@ class _Step:
     """One operation of the chain on one example x (1, ...).
 
     Args:
-        kind: "layer" if it has a trained weight, "affine" or "activation".
-        shape: of its input, without the batch.
+        kind: "layer" if it has a trained weight, "affine", "activation" or "bent".
+        shape, result: of its input and output, without the batch.
+        names: trained parameters of an operation, or of all those round a shortcut.
         settings: of a convolution, as F.unfold takes them; None: fully connected.
     """
 
@@ -51,6 +59,8 @@ class _Step:
     kind: str
     apply: Callable[[Params, Tensor], Tensor]
     shape: tuple[int, ...]
+    result: tuple[int, ...]
+    names: tuple[str, ...] = ()
     weight: str = ""
     bias: str = ""
     settings: Mapping[str, Any] | None = None
@@ -66,46 +76,54 @@ class _Step:
         return delta.reshape(-1, delta.shape[-1]).T if self.settings is None else delta.flatten(2)[0]
 
 
+class _Operation(NamedTuple):
+    """One operation on values that follow from the example: given by their places; apply: from all values by place."""
+
+    name: str
+    given: Sequence[int]
+    apply: Callable[[Params, Mapping[int, Tensor]], Tensor]
+    weights: tuple[str, ...]
+    call: LayerCall | None
+
+
 class _Recorder(LayerCallRecorder):
     """Records each operation on what follows from the example."""
 
     def __init__(self, params: Params, x: Tensor) -> None:
         super().__init__(params)
-        self.last, self.derived = x, [x]
-        self.steps: list[_Step] = []
+        self.params, self.derived = params, [x]
+        self.operations: list[_Operation] = []  # the one at k made the derived one at k + 1
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        given = [t for t in leaves if any(t is other for other in self.derived)]
+        given = [i for i, t in enumerate(self.derived) if any(t is other for other in leaves)]
         before = len(self.calls)
         result = super().__torch_function__(func, types, args, kwargs)
         if not given or not isinstance(result, Tensor):
             return result
         weights = [self.names[id(t)] for t in leaves if id(t) in self.names]
         name = weights[0].rpartition(".")[0] or weights[0] if weights else getattr(func, "__name__", str(func))
-        if len(given) > 1 or given[0] is not self.last:
-            _decline(name, "joins several paths")
-        if result is given[0] and not func.__name__.endswith("_"):
+        if result is self.derived[given[0]] and not func.__name__.endswith("_"):
             return result
         result = result.clone()  # an operation in place keeps its input
-        step = _Step(name, "", self._replayed(func, args, kwargs, given[0]), tuple(given[0].shape[1:]))
-        for call in self.calls[before:]:
-            step = _layer(step, call, next(t for t in leaves if self.names.get(id(t)) == call.weight).shape[2:])
-        self.steps.append(step)
+        apply, call = self._replayed(func, args, kwargs, given), next(iter(self.calls[before:]), None)
+        self.operations.append(_Operation(name, given, apply, tuple(weights), call))
         self.derived.append(result)
-        self.last = result
         return result
 
-    def _replayed(self, func: Any, args: Any, kwargs: Any, given: Tensor) -> Callable[[Params, Tensor], Tensor]:
-        def apply(params: Params, x: Tensor) -> Tensor:
+    def _replayed(self, func: Any, args: Any, kwargs: Any, given: Sequence[int]) -> Callable[..., Tensor]:
+        places = {id(self.derived[i]): i for i in given}
+
+        def apply(params: Params, values: Mapping[int, Tensor]) -> Tensor:
             def put(t: Any) -> Any:
-                if t is given:
-                    return x.clone()
+                if id(t) in places:
+                    return values[places[id(t)]].clone()
                 if isinstance(t, Tensor) and t.is_floating_point():
-                    return params[self.names[id(t)]] if id(t) in self.names else t.to(x)
+                    some = next(iter(values.values()))
+                    return params[self.names[id(t)]] if id(t) in self.names else t.to(some)
                 return t
 
             result: Tensor = func(*tree_map(put, args), **tree_map(put, kwargs))
@@ -113,25 +131,49 @@ class _Recorder(LayerCallRecorder):
 
         return apply
 
+    def steps(self) -> list[_Step]:
+        """The operations between values that every path passes, as one step each."""
+        steps, start = [], 0
+        for end in range(1, len(self.derived)):
+            if all(min(operation.given) >= end for operation in self.operations[end:]):
+                steps.append(self._step(start, end))
+                start = end
+        return steps
+
+    def _step(self, start: int, end: int) -> _Step:
+        within = self.operations[start:end]
+
+        def apply(params: Params, x: Tensor) -> Tensor:
+            values = {start: x}
+            for k, operation in enumerate(within, start + 1):
+                values[k] = operation.apply(params, values)
+            return values[end]
+
+        names = tuple(dict.fromkeys(name for operation in within for name in operation.weights))
+        shapes = [tuple(self.derived[i].shape[1:]) for i in (start, end)]
+        name = next((operation.name for operation in within if operation.weights), within[-1].name)
+        step = _Step(name, "bent" if len(within) > 1 and names else "", apply, *shapes, names)
+        if len(within) > 1 or (call := within[0].call) is None:
+            return step
+        return _layer(step, call, self.params[call.weight].shape[2:])
+
 
 def _layer(step: _Step, call: LayerCall, kernel: Sequence[int]) -> _Step:
     """The step as a layer's call; kernel: a convolution's, else empty."""
-    step = replace(step, kind="layer", weight=call.weight, bias=call.bias)
-    if not kernel:
-        return step
     settings = {k: call.settings.get(k, default) for k, default in (("dilation", 1), ("padding", 0), ("stride", 1))}
     if call.settings.get("groups", 1) != 1 or isinstance(settings["padding"], str):
-        _decline(step.name, "has groups, or a padding by name")
-    return replace(step, settings={"kernel_size": kernel, **settings})
+        return replace(step, kind="bent")
+    settings_ = {"kernel_size": kernel, **settings} if kernel else None
+    return replace(step, kind="layer", weight=call.weight, bias=call.bias, settings=settings_)
 
 
 def _decline(layer: str, why: str) -> NoReturn:
-    remedy = "the attack reads a chain of layers and rising activations; use a search, such as inverting_gradients"
+    remedy = "the attack reads layer by layer; use a search, such as inverting_gradients"
     raise Unattackable(Problem("no chain", f"operation {layer!r}", why, remedy))
 
 
 class _Stage(NamedTuple):
-    """Affine operations from one activation to the next one, which is None behind the last stage."""
+    """Affine operations, the last one possibly bent, from one activation to the next one, if any."""
 
     steps: tuple[_Step, ...]
     activation: _Step | None
@@ -139,6 +181,35 @@ class _Stage(NamedTuple):
     @property
     def name(self) -> str:
         return next((s.name for s in self.steps if s.weight), self.steps[0].name)
+
+    @property
+    def bent(self) -> bool:
+        return self.steps[-1].kind == "bent"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.steps[0].shape)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for step in self.steps for name in step.names]
+
+    def apply(self, params: Params, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step.apply(params, x)
+        return x
+
+    def open(self, params: Params, last: bool) -> int:
+        """Dimensions of its input that cannot be determined, by counting equations."""
+        equations = 0 if last else math.prod(self.steps[-1].result)
+        for step in self.steps:
+            if step.kind == "bent":
+                equations += sum(params[name].numel() for name in step.names)
+            elif step.weight:
+                rows = params[step.weight].flatten(1)
+                positions = math.prod(step.result) // len(rows)
+                equations += min(min(len(rows), positions) * rows.shape[1], math.prod(step.shape))
+        return max(0, self.size - equations)
 
 
 def stages_of(model: nn.Module, shape: Sequence[int]) -> list[_Stage]:
@@ -148,43 +219,64 @@ def stages_of(model: nn.Module, shape: Sequence[int]) -> list[_Stage]:
         Unattackable: it is no such chain; the first operation that does not fit is named.
     """
     params = {k: p.detach().clone() for k, p in model.named_parameters()}
-    x = torch.rand(1, *shape, generator=generator("made-up example")).to(next(iter(params.values())))
+    x, other = torch.rand(2, 1, *shape, generator=generator("made-up example")).to(next(iter(params.values())))
     with torch.no_grad(), undisturbed(model, x.device), _Recorder(params, x) as recorder:
         try:
-            out = run(model, params, x)
+            run(model, params, x)
+            again = run(model, params, other)
         except (RuntimeError, TypeError, ValueError) as error:  # the network's own words for one example
-            if isinstance(error, Unattackable):
-                raise
             _decline("forward", f"fails on one example ({type(error).__name__})")
-    steps, own = recorder.steps, {k: p.double().cpu() for k, p in params.items()}
-    if not steps or out is not recorder.last or steps[-1].settings is not None or len(steps[-1].shape) != 1:
-        _decline(steps[-1].name if steps else "forward", "ends the network, and a fully connected layer has to")
+    own = {k: p.double().cpu() for k, p in params.items()}
+    steps = [_classified(step, own) for step in recorder.steps()]
     stages: list[_Stage] = []
     now: list[_Step] = []
     used: set[str] = set()
-    for step in (_classified(step, own) for step in steps):
-        if step.weight in used:
-            _decline(step.name, "is used more than once")
-        used |= {step.weight} - {""}
-        if not now and math.prod(step.shape) > LARGEST:
-            _decline(step.name, f"reads more than {LARGEST:,} values: more than can be solved in seconds")
+    for step in steps:
+        if own_weights := set(step.names if step.kind == "bent" else (step.weight,)) - {""}:
+            if own_weights & used:
+                _decline(step.name, "is used more than once")
+            used |= own_weights
         if step.kind != "activation":
             now.append(step)
-        elif not now:
+        elif not now and not (stages and stages[-1].activation is None):
             _decline(step.name, "follows another activation")
-        else:
-            stages.append(_Stage(tuple(now), step))
+        elif not now:
+            stages[-1] = stages[-1]._replace(activation=step)
+        if now and step.kind in ("activation", "bent"):
+            stages.append(_Stage(tuple(now), step if step.kind == "activation" else None))
             now = []
-    if not now or not now[-1].weight:
-        _decline(steps[-1].name, "ends the network, and a fully connected layer has to")
-    return [*stages, _Stage(tuple(now), None)]
+    if not now or not now[-1].weight or now[-1].settings is not None or len(now[-1].shape) != 1:
+        _decline(steps[-1].name if steps else "forward", "ends the network, and a fully connected layer has to")
+    stages.append(_Stage(tuple(now), None))
+    _check_sizes(stages, own)
+    value = other.double()
+    for stage in stages:
+        value = stage.apply(own, value)
+        value = value if stage.activation is None else stage.activation.apply(own, value)
+    if not isinstance(again, Tensor) or not close(value, again.double()):
+        _decline("forward", "is not the same computation for each example")
+    return stages
+
+
+def _check_sizes(stages: Sequence[_Stage], params: Params) -> None:
+    """Decline what is too large to solve, for the last layer that leaves dimensions open, if there is one."""
+    large = [stage for stage in stages if stage.size > (LARGEST_BENT if stage.bent else LARGEST)]
+    if not large:
+        return
+    for stage in reversed(stages):
+        if count := stage.open(params, stage is stages[-1]):
+            _decline(stage.name, f"leaves at least {count:,} of {stage.size:,} dimensions open")
+    limit = LARGEST_BENT if large[-1].bent else LARGEST
+    _decline(large[-1].name, f"reads {large[-1].size:,} values, and {limit:,} can be solved in seconds")
 
 
 def _classified(step: _Step, params: Params) -> _Step:
-    if step.kind:
+    if step.kind == "layer" or (step.kind and math.prod(step.shape) > LARGEST_BENT):
         return step
     rng, apply = generator("made-up values"), partial(step.apply, params)
     a, b = (3 * torch.randn(1, *step.shape, generator=rng, dtype=torch.float64) for _ in range(2))
+    if step.kind:
+        return _differentiable(step, params, torch.stack([a, b]))
     of_a, of_b, of_zero, of_sum = (apply(t) for t in (a, b, torch.zeros_like(a), a + b))
     if bool((of_a + of_b - of_zero - of_sum).abs().max() <= 1e-9 * (1 + of_sum.abs().max())):
         return replace(step, kind="affine")
@@ -193,9 +285,24 @@ def _classified(step: _Step, params: Params) -> _Step:
         apply(torch.where(chosen, a, b)), torch.where(chosen, of_a, of_b), rtol=1e-12, atol=0
     ):
         grid = torch.linspace(-8, 8, 129, dtype=torch.float64)
-        if bool((torch.cat([apply(torch.full_like(a, float(v))) for v in grid]).diff(dim=0) >= 0).all()):
+        rising = torch.cat([apply(torch.full_like(a, float(v))) for v in grid]).diff(dim=0) >= 0
+        if bool(rising.all()):
             return replace(step, kind="activation")
-    _decline(step.name, "is neither affine nor a rising activation")
+    elif of_a.numel() < a.numel() and not step.names:
+        _decline(step.name, "keeps some of its values, which the gradient does not name")
+    return _differentiable(replace(step, kind="bent"), params, torch.stack([a, b]))
+
+
+def _differentiable(step: _Step, params: Params, values: Tensor) -> _Step:
+    def gradients(x: Tensor) -> Any:
+        out, back, *_ = vjp(lambda own: step.apply({**params, **own}, x), {k: params[k] for k in step.names})
+        return out, back(torch.ones_like(out))
+
+    try:
+        along(gradients, values[0], values)
+    except RuntimeError as error:
+        _decline(step.name, f"has no second derivative ({type(error).__name__})")
+    return step
 
 
 def _affine(stage: _Stage, params: Params) -> tuple[list[Tensor], Tensor]:
@@ -272,6 +379,62 @@ def _solved(stage: _Stage, equations: Sequence[Tensor], mean: Tensor) -> _Estima
     return _Estimate(value.view(1, *stage.steps[0].shape), factor, inverse.norm(dim=1).view(1, *stage.steps[0].shape))
 
 
+def _bent(
+    stage: _Stage, delta: Tensor, output: Callable[[Tensor], Tensor], gradient: Update, params: Params, noise: float,
+    mean: Tensor,
+) -> tuple[_Estimate, bool]:  # fmt: skip
+    """Solve a stage's equations by damped Gauss-Newton steps from several starts; and whether they are solved.
+
+    Args:
+        output: equations of the stage's output (1, ...), zero at the solution.
+    """
+    wanted = {k: gradient[k] / _deviation(gradient[k], noise) for k in stage.names if k in gradient}
+    units = torch.eye(mean.numel(), dtype=torch.float64).split(AT_ONCE)
+
+    def misfits(x: Tensor) -> Tensor:
+        def apply(own: Params) -> Tensor:
+            return stage.apply({**params, **own}, x.view(1, *stage.steps[0].shape))
+
+        out, back, *_ = vjp(apply, {k: params[k] for k in wanted})
+        (made,) = back(delta.view_as(out))
+        each = (made[k] / _deviation(gradient[k], noise) - t for k, t in wanted.items())
+        return torch.cat([output(out), *(t.flatten() for t in each)])
+
+    def cost(x: Tensor) -> float:
+        return float(misfits(x).square().sum() + ((x - mean.flatten()) / SPREAD).square().sum())
+
+    def equations(x: Tensor) -> Tensor:
+        slopes = torch.cat([along(misfits, x, part) for part in units]).T
+        return torch.linalg.qr(torch.cat([slopes, (slopes @ x - misfits(x))[:, None]], 1), mode="r").R
+
+    rng, found = generator("starts"), (math.inf, mean.flatten())
+    for start in range(STARTS):
+        x = mean.flatten() + (SPREAD * torch.randn(mean.numel(), generator=rng, dtype=torch.float64) if start else 0)
+        now, damping = cost(x), 1e-2
+        for _ in range(STEPS):
+            rows, before = equations(x), now
+            for _ in range(DAMPED):
+                pull = damping * float(rows[:, :-1].square().sum() / mean.numel()) ** 0.5
+                damped = torch.cat([torch.eye(mean.numel(), dtype=torch.float64), x[:, None]], 1) * pull
+                tried = _solved(stage, [rows, damped], mean).value.flatten()
+                if (reached := cost(tried)) < now:
+                    x, now, damping = tried, reached, damping / 9
+                    break
+                damping *= 4
+            if now > (1 - 1e-6) * before:
+                break
+        found = min(found, (now, x), key=lambda pair: pair[0])
+        solved = now <= SOLVED**2 * len(misfits(x))
+        if solved:
+            break
+    estimate = _solved(stage, [equations(found[1])], mean)
+    return estimate._replace(value=found[1].view_as(estimate.value)), solved
+
+
+def _deviation(own: Tensor, noise: float) -> float:
+    return math.hypot(noise, ROUNDING * float(own.square().mean().sqrt())) or 1.0
+
+
 def _logit_signals(step: _Step, gradient: Update, params: Params) -> tuple[Tensor, float]:
     """Error signals (1, classes) of the logits, and the noise's standard deviation, from the last layer's gradient."""
     weight = gradient[step.weight]
@@ -306,21 +469,36 @@ def _read(stages: Sequence[_Stage], gradient: Update, params: Params, mean: Tens
     known: _Estimate | None = None
     notes = []
     for stage in reversed(stages):
-        equations = []
-        read, out = _affine(stage, params)
-        if stage.activation is not None and known is not None:
-            before, slope = _inverse(partial(stage.activation.apply, params), known.value, known.deviation)
-            delta = delta * slope
+        centre = mean if stage is stages[0] else torch.zeros(stage.steps[0].shape, dtype=torch.float64)
+        rows = before = None
+        if known is not None:
+            before, slope = known.value, torch.ones_like(known.value)
+            if stage.activation is not None:
+                before, slope = _inverse(partial(stage.activation.apply, params), known.value, known.deviation)
+                delta = delta * slope
             rows = known.factor * slope.flatten()
-            equations.append(rows @ torch.cat([out[1:], before.flatten()[None] - out[:1]]).T)
-        *signals, delta = _signals_in(stage, params, delta)
-        for step, values, signal in zip([s for s in stage.steps if s.weight], read, signals, strict=True):
-            if (own := gradient.get(step.weight)) is None:
-                continue
-            sigma = math.hypot(noise, ROUNDING * float(own.square().mean().sqrt())) or 1.0
-            equations.append(_gradient_equations(step, values, signal, own) / sigma)
-        first = stage is stages[0]
-        known = _solved(stage, equations, mean if first else torch.zeros(stage.steps[0].shape, dtype=torch.float64))
+        if stage.bent:
+            assert rows is not None and before is not None  # a fully connected layer is the last
+
+            def output(out: Tensor, rows: Tensor = rows, before: Tensor = before) -> Tensor:
+                return rows @ (out - before).flatten()
+
+            known, solved = _bent(stage, delta, output, gradient, params, noise, centre)
+            if not solved:
+                notes.append(f"layer {stage.name!r}: its equations are not solved")
+            out, back, *_ = vjp(partial(stage.apply, params), known.value)
+            (delta,) = back(delta.view_as(out))
+        else:
+            equations = []
+            read, out = _affine(stage, params)
+            if rows is not None and before is not None:
+                equations.append(rows @ torch.cat([out[1:], before.flatten()[None] - out[:1]]).T)
+            *signals, delta = _signals_in(stage, params, delta)
+            for step, values, signal in zip([s for s in stage.steps if s.weight], read, signals, strict=True):
+                if (own := gradient.get(step.weight)) is not None:
+                    rows_ = _gradient_equations(step, values, signal, own)
+                    equations.append(rows_ / _deviation(own, noise))
+            known = _solved(stage, equations, centre)
         dimensions = float(known.deviation.square().sum()) / SPREAD**2
         if dimensions >= 0.5:
             notes.append(f"layer {stage.name!r}: {dimensions:,.0f} of {known.value.numel():,} dimensions stay open")
@@ -369,7 +547,7 @@ def _refined(
 ) -> tuple[Tensor, int]:
     """The input that explains the update best, by L-BFGS from the closed form; and the evaluations."""
     double, trained = doubled(known), [k for k in gradient]
-    sigma = {k: math.hypot(noise, ROUNDING * float(t.square().mean().sqrt())) or 1.0 for k, t in gradient.items()}
+    sigma = {k: _deviation(t, noise) for k, t in gradient.items()}
     leaves = {k: p.clone().requires_grad_(k in gradient) for k, p in params.items()}
     low, high = known.normalise(torch.zeros(known.shape)).double(), known.normalise(torch.ones(known.shape)).double()
     x = start.clamp(low, high).requires_grad_()

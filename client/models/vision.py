@@ -16,9 +16,16 @@ from fedgauge.client.files import reading
 
 Shape = tuple[int, ...]  # (C, H, W)
 Norm = Literal["batch", "group", "none"]
-Activation = Literal["relu", "sigmoid", "tanh"]
+Activation = Literal["relu", "sigmoid", "tanh", "leaky_relu", "gelu", "silu"]
 
-_ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "leaky_relu": partial(nn.LeakyReLU, 0.2),
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+}
 
 
 def check_images(shape: Shape) -> None:
@@ -43,11 +50,12 @@ def mlp(
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
 
 
-def lenet(shape: Shape, classes: int, stride: Count = 2) -> nn.Module:
+def lenet(shape: Shape, classes: int, stride: Count = 2, activation: Activation = "sigmoid") -> nn.Module:
     """The LeNet of DLG (Zhu et al., 2019): sigmoids, all weights and biases uniform in (-0.5, 0.5).
 
     Args:
         stride: of the first two convolutions; 1: every pixel keeps its place.
+        activation: with another than sigmoid weights are torch's own. The slope of leaky_relu is .2.
 
     Example:
         >>> lenet((1, 28, 28), classes=10).linear.in_features  # 12 channels of 7 x 7
@@ -58,17 +66,18 @@ def lenet(shape: Shape, classes: int, stride: Count = 2) -> nn.Module:
     model = nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, 12, 5, stride=stride, padding=2),
-            act1=nn.Sigmoid(),
+            act1=_ACTIVATIONS[activation](),
             conv2=nn.Conv2d(12, 12, 5, stride=stride, padding=2),
-            act2=nn.Sigmoid(),
+            act2=_ACTIVATIONS[activation](),
             conv3=nn.Conv2d(12, 12, 5, padding=2),
-            act3=nn.Sigmoid(),
+            act3=_ACTIVATIONS[activation](),
             flatten=nn.Flatten(),
             linear=nn.Linear(flat, classes),
         )
     )
-    for parameter in model.parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5)
+    if activation == "sigmoid":
+        for parameter in model.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5)
     return model
 
 
