@@ -48,7 +48,8 @@ CERTAIN = (3.0, 10.0, 30.0, 100.0)  # standard deviations from zero, below which
 REPEATS = 5  # of a layer, whose inputs show which ReLUs were on
 SHARE = 1e-3  # of the Gaussian prior, where the features do not determine the images
 HISTORY = 50  # of L-BFGS
-EXPLAINED = 0.3  # of the faintest example's gradient, above which what a batch leaves unexplained may be that example
+EXPLAINED = 0.3  # of its faintest example's gradient, the most of an update that solved images may leave unexplained
+SEARCHED = 1.0  # the same of searched images
 LARGEST_NOISE = 1.5  # over its expected norm
 
 
@@ -58,7 +59,7 @@ class feature_separation(EachByItself):
 
     Where these are fewer numbers than an example has, the images also match the gradients, under a Gaussian prior by class.
     Reads behind a clip of unknown scale. Under weak noise a search by the update's likelihood follows. Images that leave more of
-    the update unexplained than noise and 30 % of their faintest gradient are no result.
+    the update unexplained than noise and 30 % of their faintest gradient (all of it, where images are searched) are no result.
     """
 
     needs_derivative = True
@@ -107,7 +108,7 @@ def _read(
         engine = GradientMatching(objective, LBFGSSearch(history=HISTORY, double=True))
         (result,) = engine.reconstruct(alone, replace(known, labels=y[None]), budget, [stream])
         if result.x is not None:
-            _check_explained(doubled(known), params, seen, result.x.double(), y, scaled)
+            _check_explained(doubled(known), params, seen, result.x.double(), y, scaled, SEARCHED)
         return result
     distances = features.distances(doubled(known), params)
 
@@ -126,14 +127,16 @@ def _read(
         )
         (result,) = likeliest.continued(alone, replace(known, labels=y[None]), budget, [stream], x[None])
         if result.x is not None:
-            _check_explained(doubled(known), params, seen, result.x.double(), y, scaled)
+            _check_explained(doubled(known), params, seen, result.x.double(), y, scaled, SEARCHED)
         return result
-    _check_explained(doubled(known), params, seen, x.double(), y, scaled)
+    _check_explained(doubled(known), params, seen, x.double(), y, scaled, EXPLAINED)
     return Reconstruction(x, y, float(found.f.mean()), spent, 0.0, "converged")
 
 
-def _check_explained(known: Knowledge, params: Params, seen: Update, x: Tensor, y: Tensor, scaled: bool) -> None:
-    """Raise ValueError unless the batch leaves less of a gradient unexplained than each of its examples and the noise add."""
+def _check_explained(
+    known: Knowledge, params: Params, seen: Update, x: Tensor, y: Tensor, scaled: bool, most: float
+) -> None:
+    """Raise ValueError if the batch leaves more of a gradient unexplained than this part of its faintest example's, and noise."""
     client, sent = gradient(known.model, known.loss, known.normalise), [k for k in seen if k not in known.chain.hidden]
     whole, made, faintest = torch.cat([seen[k].flatten() for k in sent]), torch.zeros(()), math.inf
     for i in range(len(y)):
@@ -144,7 +147,7 @@ def _check_explained(known: Knowledge, params: Params, seen: Update, x: Tensor, 
     spread = known.chain.update_distribution or UpdateDistribution()
     noise = math.hypot(spread.sigma, math.sqrt(2) * spread.scale) / known.scale * math.sqrt(len(whole))
     rest, faintest = float((whole - factor * made).norm()), factor * faintest
-    if not rest < EXPLAINED * faintest + LARGEST_NOISE * noise:
+    if not rest < most * faintest + LARGEST_NOISE * noise:
         raise ValueError(
             f"the images found leave {rest:.1e} of the gradient unexplained; the faintest adds {faintest:.1e}"
         )
