@@ -48,8 +48,9 @@ CERTAIN = (3.0, 10.0, 30.0, 100.0)  # standard deviations from zero, below which
 REPEATS = 5  # of a layer, whose inputs show which ReLUs were on
 SHARE = 1e-3  # of the Gaussian prior, where the features do not determine the images
 HISTORY = 50  # of L-BFGS
-EXPLAINED = 0.3  # of its faintest example's gradient, the most of an update that solved images may leave unexplained
+EXPLAINED = 0.3  # the largest part of an update that solved images may leave unexplained
 SEARCHED = 1.0  # the same of searched images
+READ = 1e-4  # the largest squared distance of solved images from the features, relative to their variance
 LARGEST_NOISE = 1.5  # over its expected norm
 
 
@@ -58,8 +59,8 @@ class feature_separation(EachByItself):
     """A batch of fewer examples than classes, by what the last fully connected layers read of each.
 
     Where these are fewer numbers than an example has, the images also match the gradients, under a Gaussian prior by class.
-    Reads behind a clip of unknown scale. Under weak noise a search by the update's likelihood follows. Images that leave more of
-    the update unexplained than noise and 30 % of their faintest gradient (all of it, where images are searched) are no result.
+    Reads behind a clip of unknown scale. Under weak noise a search by the update's likelihood follows. Images that do not
+    have the features, or leave more of the update unexplained than noise and 30 % of it, are no result.
     """
 
     needs_derivative = True
@@ -129,28 +130,25 @@ def _read(
         if result.x is not None:
             _check_explained(doubled(known), params, seen, result.x.double(), y, scaled, SEARCHED)
         return result
+    if not (distance := float(found.f.mean())) < READ:
+        raise ValueError(f"no images have the features found, up to {distance:.0e}")
     _check_explained(doubled(known), params, seen, x.double(), y, scaled, EXPLAINED)
-    return Reconstruction(x, y, float(found.f.mean()), spent, 0.0, "converged")
+    return Reconstruction(x, y, distance, spent, 0.0, "converged")
 
 
 def _check_explained(
     known: Knowledge, params: Params, seen: Update, x: Tensor, y: Tensor, scaled: bool, most: float
 ) -> None:
-    """Raise ValueError if the batch leaves more of a gradient unexplained than this part of its faintest example's, and noise."""
+    """Raise ValueError if the batch leaves more than this part of a gradient unexplained, and noise."""
     client, sent = gradient(known.model, known.loss, known.normalise), [k for k in seen if k not in known.chain.hidden]
-    whole, made, faintest = torch.cat([seen[k].flatten() for k in sent]), torch.zeros(()), math.inf
-    for i in range(len(y)):
-        part = client(params, Batch(x[i : i + 1], y[i : i + 1]), None)
-        one = torch.cat([part[k].flatten() for k in sent]) / len(y)
-        made, faintest = made + one, min(faintest, float(one.norm()))
+    found = client(params, Batch(x, y), None)
+    whole, made = (torch.cat([part[k].flatten() for k in sent]) for part in (seen, found))
     factor = float((whole @ made) / made.square().sum()) if scaled else 1.0
     spread = known.chain.update_distribution or UpdateDistribution()
     noise = math.hypot(spread.sigma, math.sqrt(2) * spread.scale) / known.scale * math.sqrt(len(whole))
-    rest, faintest = float((whole - factor * made).norm()), factor * faintest
-    if not rest < most * faintest + LARGEST_NOISE * noise:
-        raise ValueError(
-            f"the images found leave {rest:.1e} of the gradient unexplained; the faintest adds {faintest:.1e}"
-        )
+    rest, size = float((whole - factor * made).norm()), float(whole.norm())
+    if not rest < most * size + LARGEST_NOISE * noise:
+        raise ValueError(f"the images found leave {rest:.1e} of a gradient of {size:.1e} unexplained")
 
 
 def _labels(alone: Wave, known: Knowledge, bias: Tensor) -> Iterator[Tensor]:
