@@ -29,9 +29,11 @@ from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import Energy, Prior, gaussian
 from fedgauge.attacks.matching.search import LBFGSSearch
+from fedgauge.client.gradient import gradient
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Params, Update
+from fedgauge.client.transforms import UpdateDistribution
+from fedgauge.client.update import Batch, Params, Update
 
 LABELS = 64  # sets of labels that are tried
 STARTS = 64  # of the separation with the likeliest labels
@@ -46,6 +48,10 @@ CERTAIN = (3.0, 10.0, 30.0, 100.0)  # standard deviations from zero, below which
 REPEATS = 5  # of a layer, whose inputs show which ReLUs were on
 SHARE = 1e-3  # of the Gaussian prior, where the features do not determine the images
 HISTORY = 50  # of L-BFGS
+EXPLAINED = 0.3  # the largest part of an update that solved images may leave unexplained
+SEARCHED = 1.0  # the same of searched images
+READ = 1e-4  # the largest squared distance of solved images from the features, relative to their variance
+LARGEST_NOISE = 1.5  # over its expected norm
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class feature_separation(EachByItself):
     """A batch of fewer examples than classes, by what the last fully connected layers read of each.
 
     Where these are fewer numbers than an example has, the images also match the gradients, under a Gaussian prior by class.
-    Reads behind a clip of unknown scale. Under weak noise a search by the update's likelihood follows.
+    Reads behind a clip of unknown scale. Under weak noise a search by the update's likelihood follows. Images that do not
+    have the features, or leave more of the update unexplained than noise and 30 % of it, are no result.
     """
 
     needs_derivative = True
@@ -92,15 +99,18 @@ def _read(
     tail: Sequence[tuple[LayerCall, str]], budget: Budget, stream: Stream, alone: Wave, known: Knowledge
 ) -> Reconstruction:
     size, pixels = known.batch_size, math.prod(known.shape)
-    gradient = {k: -t.double() / known.scale for k, t in alone.alone(0).items()}
+    seen = {k: -t.double() / known.scale for k, t in alone.alone(0).items()}
     params = {k: t.double() for k, t in alone.params.items()}
     scaled = not labelling.literal(alone.alone(0), alone.params, known)
-    y, inputs = _inputs(tail, gradient, params, _labels(alone, known, gradient[tail[0][0].bias]), scaled)
+    y, inputs = _inputs(tail, seen, params, _labels(alone, known, seen[tail[0][0].bias]), scaled)
     features = _Features(1.0, tail[-1][0].name, inputs)
     if features.inputs.shape[1] < pixels:
         objective = Objective(each(squared()), (features, gaussian(2 * SHARE / (size * pixels), by_class=True)))
         engine = GradientMatching(objective, LBFGSSearch(history=HISTORY, double=True))
-        return engine.reconstruct(alone, replace(known, labels=y[None]), budget, [stream])[0]
+        (result,) = engine.reconstruct(alone, replace(known, labels=y[None]), budget, [stream])
+        if result.x is not None:
+            _check_explained(doubled(known), params, seen, result.x.double(), y, scaled, SEARCHED)
+        return result
     distances = features.distances(doubled(known), params)
 
     def evaluate(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,8 +126,29 @@ def _read(
         likeliest = GradientMatching(
             Objective(priors=(gaussian(by_class=True),)), LBFGSSearch(history=HISTORY, double=True)
         )
-        return likeliest.continued(alone, replace(known, labels=y[None]), budget, [stream], x[None])[0]
-    return Reconstruction(x, y, float(found.f.mean()), spent, 0.0, "converged")
+        (result,) = likeliest.continued(alone, replace(known, labels=y[None]), budget, [stream], x[None])
+        if result.x is not None:
+            _check_explained(doubled(known), params, seen, result.x.double(), y, scaled, SEARCHED)
+        return result
+    if not (distance := float(found.f.mean())) < READ:
+        raise ValueError(f"no images have the features found, up to {distance:.0e}")
+    _check_explained(doubled(known), params, seen, x.double(), y, scaled, EXPLAINED)
+    return Reconstruction(x, y, distance, spent, 0.0, "converged")
+
+
+def _check_explained(
+    known: Knowledge, params: Params, seen: Update, x: Tensor, y: Tensor, scaled: bool, most: float
+) -> None:
+    """Raise ValueError if the batch leaves more than this part of a gradient unexplained, and noise."""
+    client, sent = gradient(known.model, known.loss, known.normalise), [k for k in seen if k not in known.chain.hidden]
+    found = client(params, Batch(x, y), None)
+    whole, made = (torch.cat([part[k].flatten() for k in sent]) for part in (seen, found))
+    factor = float((whole @ made) / made.square().sum()) if scaled else 1.0
+    spread = known.chain.update_distribution or UpdateDistribution()
+    noise = math.hypot(spread.sigma, math.sqrt(2) * spread.scale) / known.scale * math.sqrt(len(whole))
+    rest, size = float((whole - factor * made).norm()), float(whole.norm())
+    if not rest < most * size + LARGEST_NOISE * noise:
+        raise ValueError(f"the images found leave {rest:.1e} of a gradient of {size:.1e} unexplained")
 
 
 def _labels(alone: Wave, known: Knowledge, bias: Tensor) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from fedgauge.simulations.experiments.results import ResultsFile, head_of
 from tests.theory.canary_world import canary_world
 from tests.theory.gaussian_world import bayes_fig4, gaussian_world
 from tests.theory.one_run_world import one_run_world
+from tests.theory.text_world import text_world
 
 World = Callable[[int, int, int], list[ComparedFigure]]
 WORLDS: Mapping[str, tuple[World, int, int, str]] = {
@@ -18,6 +19,7 @@ WORLDS: Mapping[str, tuple[World, int, int, str]] = {
     "bayes_fig4": (bayes_fig4, 256, 200, "iterations at most"),
     "canary": (canary_world, 100, 128, "canaries"),
     "one_run": (one_run_world, 1000, 2000, "canaries"),
+    "text_loops": (text_world, 8, 100, "iterations"),
 }
 
 if __name__ == "__main__":
