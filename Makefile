@@ -13,7 +13,8 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[text,adapters,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[text,adapters,dev]'
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # pip would compile on one core; some files are templates
 	touch $(STAMP)
 
 demo: install

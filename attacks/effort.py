@@ -41,7 +41,7 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
 
 def _alone(fed: Federation) -> bool:
     """Return whether one example is behind an update, or a group's sum."""
-    return fed.shards.batch_size * len(fed.protocol.groups(1)[0]) == 1
+    return fed.shards.batch_size * fed.protocol.group_size == 1
 
 
 def _dense(fed: Federation) -> InputLayer | None:
@@ -69,7 +69,7 @@ def _separable(fed: Federation) -> bool:
     """Return whether fewer labelled images than classes are behind an update of one step, or a group's sum."""
     dataset, chain = fed.shards.dataset, fed.chain
     images = dataset.labelled and bool(dataset.mean) and not dataset.y.is_floating_point()
-    fewer = fed.shards.batch_size * len(fed.protocol.groups(1)[0]) < dataset.classes
+    fewer = fed.shards.batch_size * fed.protocol.group_size < dataset.classes
     hidden = bool(chain.hidden) or _has(fed, StochasticLayer)
     return images and fewer and chain.local.one_gradient and not hidden
 

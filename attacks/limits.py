@@ -66,7 +66,7 @@ def known_noise(chain: Chain) -> tuple[Chain, UpdateDistribution] | None:
 
 def noise_is_known(fed: Federation) -> bool:
     """Return whether the update of one client, or the sum of a group, carries noise of a known density."""
-    return known_noise(fed.as_seen(fed.chain, len(fed.protocol.groups(1)[0]))) is not None
+    return known_noise(fed.as_seen(fed.chain, fed.protocol.group_size)) is not None
 
 
 def _chooses(link: object) -> bool:
@@ -275,7 +275,7 @@ class BayesLimit(ErrorLimit):
     role = "estimate"
 
     def assumes(self, fed: Federation, batch: str) -> list[str]:
-        values = len(fed.protocol.groups(1)[0]) * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)
+        values = fed.protocol.group_size * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)
         fitted = f"Gaussian prior of each class fitted to {len(fed.shards.auxiliary)} auxiliary images (Ledoit-Wolf shrinkage)"
         bound = "an estimate, and a bound only for Gaussian images"
         kind = (

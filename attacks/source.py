@@ -109,7 +109,7 @@ class PublicSource(FederationSource):
 
     @property
     def members(self) -> int:
-        return len(self.federation.protocol.groups(1)[0])
+        return self.federation.protocol.group_size
 
     @property
     def size(self) -> int:

@@ -31,7 +31,7 @@ def public_knowledge(
         chain: the clients' chain as the attacker believes it to be; default: the true one.
         members: clients that the server sees as one sum; default: a whole group.
     """
-    dataset, members = fed.shards.dataset, members or len(fed.protocol.groups(1)[0])
+    dataset, members = fed.shards.dataset, members or fed.protocol.group_size
     known = Knowledge(
         model=fed.model,
         chain=fed.as_seen(fed.chain if chain is None else chain, members),

@@ -34,7 +34,6 @@ from fedgauge.client.mods import tensor_of, tensors_of
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params, Update
 
-STRAGGLED = 100  # our own error codes: the client was too late, as the scenario's [stragglers] drew it
 REFUSED = 110  # it does not do what the server asks for, and says why
 FAILED = 113  # it failed, and only its owner learns why
 NOT_GRADED = 112
@@ -83,8 +82,6 @@ def train(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)  # one thread a client: equal seeds give equal bits
     fed, client = federation(str(context.run_config["protocol"])), int(context.node_config["partition-id"])
     round = cast(int, message.content.config_records["config"]["server-round"])
-    if fed.protocol.misses(client, round):
-        return Message(Error(STRAGGLED, "straggler: too late by the scenario's [stragglers]"), reply_to=message)
     params = message.content.array_records["arrays"].to_torch_state_dict()
     buffers = message.content.array_records.get("buffers", ArrayRecord()).to_torch_state_dict()
     met, rng = _memory(context, "inspected"), generator(fed.protocol.seed, "inspection", client, round)

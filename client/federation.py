@@ -275,7 +275,7 @@ class Federation:
             client: its number, from 0.
             round: from 1.
         """
-        members = self.protocol.members(client, round)
+        members = self.protocol.group(client)
         updates = [self.own_update(params, buffers, member, round) for member in members]
         return updates[0] if len(updates) == 1 else average(updates, [1] * len(updates))
 
@@ -314,7 +314,7 @@ class Federation:
                 self.shards.batch_at(member, round),
                 generator(self.protocol.seed, "client", member, round),
             )
-            for member in self.protocol.members(client, round)
+            for member in self.protocol.group(client)
         ]
         return concatenate([batch for batch in found if batch is not None])
 
@@ -324,11 +324,11 @@ class Federation:
         Returns:
             x in [0, 1], (B, *shape), and y, (B, ...). With [secure_sum] these are the examples of the group, client after client.
         """
-        return concatenate([self.shards.batch_at(member, round) for member in self.protocol.members(client, round)])
+        return concatenate([self.shards.batch_at(member, round) for member in self.protocol.group(client)])
 
     def rows_at(self, client: int, round: int) -> Tensor:
         """Return the rows of the examples of `batch_at` in the training data."""
-        return torch.cat([self.shards.rows_at(member, round) for member in self.protocol.members(client, round)])
+        return torch.cat([self.shards.rows_at(member, round) for member in self.protocol.group(client)])
 
     def on(self, device: torch.device) -> "Federation":
         """Return a copy with the model on a device; the data is not moved."""

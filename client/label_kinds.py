@@ -36,6 +36,7 @@ class LabelKind:
     metric: ClassVar[str] = "label_accuracy"  # of restored labels
     restored: ClassVar[str] = "{} of the labels are restored by {}"  # with a value of the metric and an attack's name
     utility: ClassVar[str] = "accuracy"  # of the trained network
+    few: ClassVar[bool] = True  # so that all labels of an example can be tried
 
     public: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     tried: tuple[Tensor, Tensor, Tensor] | None = None
@@ -54,7 +55,7 @@ class LabelKind:
 
     def soft(self, y: Tensor, classes: int) -> Tensor:
         """Labels as relaxed ones; -100, the label of padding, as zeros."""
-        return F.one_hot(y.clamp(min=0), classes) * (y >= 0)[..., None]
+        return y if y.is_floating_point() else F.one_hot(y.clamp(min=0), classes) * (y >= 0)[..., None]
 
     def trial(self, count: int, classes: int) -> Tensor:
         """Labels (count, ...) on which a model is tried."""
@@ -64,7 +65,7 @@ class LabelKind:
 
     def candidates(self, classes: int) -> Tensor:
         """Labels (n, 1, ...) of one example among which the loss's derivative decides; empty: they are computed."""
-        return torch.arange(classes)[:, None]
+        return torch.arange(classes)[:, None] if self.few else torch.empty(0)
 
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
         """The label (1, ...) of one example from the loss's derivative by the classifier's outputs; None: no label explains it.
@@ -128,6 +129,7 @@ class Findings(Binary):
     noun: ClassVar[str] = "multi-label"
     metric: ClassVar[str] = "label_f1"
     restored: ClassVar[str] = "the labels (multi-label) are restored with an F1 of {} by {}"
+    few: ClassVar[bool] = False
 
     def width(self, classes: int) -> int:
         return classes
@@ -137,9 +139,6 @@ class Findings(Binary):
 
     def decided(self, y: Tensor) -> Tensor:
         return (y > 0.5).float()
-
-    def candidates(self, classes: int) -> Tensor:
-        return torch.empty(0)
 
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
         y = (seen < 0).float().view(1, -1)  # of the cross-entropy: sigmoid(z) - y
@@ -166,6 +165,7 @@ class Numbers(LabelKind):
     metric: ClassVar[str] = "label_error"
     restored: ClassVar[str] = "the labels are restored to {} standard deviations by {}"
     utility: ClassVar[str] = "R2"
+    few: ClassVar[bool] = False
 
     def width(self, classes: int) -> int:
         return self.public[0].numel()
@@ -180,12 +180,6 @@ class Numbers(LabelKind):
         return self.public.mean(0).to(free) + self.spread.to(free) * free
 
     def decided(self, y: Tensor) -> Tensor:
-        return y
-
-    def candidates(self, classes: int) -> Tensor:
-        return torch.empty(0)
-
-    def soft(self, y: Tensor, classes: int) -> Tensor:
         return y
 
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
@@ -227,6 +221,7 @@ class Mask(LabelKind):
     noun: ClassVar[str] = "a mask"
     metric: ClassVar[str] = "mask_iou"
     restored: ClassVar[str] = "the masks are restored with an IoU of {} by {}"
+    few: ClassVar[bool] = False
 
     @property
     def _size(self) -> tuple[int, ...]:
@@ -254,9 +249,6 @@ class Mask(LabelKind):
 
     def soft(self, y: Tensor, classes: int) -> Tensor:
         return y if self.binary else super().soft(y, classes).movedim(-1, 1)
-
-    def candidates(self, classes: int) -> Tensor:
-        return torch.empty(0)
 
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
         return None

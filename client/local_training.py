@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, cycle, islice
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Generator, Tensor
@@ -35,6 +35,8 @@ class local_sgd(Link):
         4
     """
 
+    plain: ClassVar[bool] = True  # each step is one rate times the gradient of the next slice, plus the proximal term
+
     rate: Positive
     steps: Count = 1
     batch_size: Count | None = None
@@ -44,11 +46,6 @@ class local_sgd(Link):
     def accumulated(self) -> int:
         """Number of gradients that are averaged for one step."""
         return 1
-
-    @property
-    def plain(self) -> bool:
-        """Check that each step is one rate times the gradient of the next slice, plus the proximal term."""
-        return True
 
     @property
     def one_gradient(self) -> bool:
@@ -141,6 +138,8 @@ class LocalTraining(local_sgd):
             a sign.
     """
 
+    plain = one_gradient = False  # `local_training` returns local_sgd where it is plain
+
     optimizer: OptimizerName = "sgd"
     momentum: NotNegative = 0.0
     nesterov: bool = False
@@ -162,14 +161,6 @@ class LocalTraining(local_sgd):
             raise ValueError(f"momentum and nesterov belong to sgd; {self.optimizer} has betas")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0")
-
-    @property
-    def plain(self) -> bool:
-        return False  # `local_training` returns local_sgd where it is
-
-    @property
-    def one_gradient(self) -> bool:
-        return False
 
     @property
     def adaptive(self) -> bool:
@@ -372,12 +363,10 @@ class ControlledSGD(local_sgd):
         corrected: the update without the correction, for an attacker who knows it: only the sum of the gradients.
     """
 
+    remembers = True
+
     correction: Correction | None = None
     corrected: bool = False
-
-    @property
-    def remembers(self) -> bool:
-        return True
 
     @property
     def one_gradient(self) -> bool:

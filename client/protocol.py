@@ -13,7 +13,6 @@ from fedgauge.client.collusion import check_threshold
 from fedgauge.client.components import (
     Checked,
     Count,
-    Fraction,
     Natural,
     Positive,
     Range,
@@ -30,31 +29,18 @@ MOST_ROUNDS, MOST_CLIENTS = 1_000_000, 100_000
 
 
 @dataclass(frozen=True)
-class Stragglers(Checked):
-    """Clients that miss a round, drawn from the seed; their replies never arrive.
-
-    Args:
-        probability: that a client's reply in a round never arrives, at least 0 and below 1.
-    """
-
-    probability: Fraction = 0.0
-
-
-@dataclass(frozen=True)
 class SecureSumOptions(Checked):
-    """A simulated, ideal secure sum: the server sees only the mean of each group's updates.
+    """A simulated, ideal secure sum: the server sees only the mean of the updates of each group, which are consecutive clients.
 
     Args:
         group: clients in a sum, at least 2; it divides the number of clients.
-        threshold: the fewest clients in a sum, more than half of the group; default: all.
-        drawn: the seed draws new groups each round; otherwise groups are consecutive clients, the same in every round.
+        threshold: the fewest clients in a deployment's sum, more than half of the group; default: all.
         colluders: clients helping the server that the threshold must resist; default: fewer than a third of the group.
         clip: the largest absolute value of an update's entry, above 0; only for a deployment, which needs it.
     """
 
     group: Annotated[int, Range("at least 2", lambda n: n >= 2)]
     threshold: int | None = None
-    drawn: bool = False
     colluders: int | None = field(default=None, repr=False)
     clip: Positive | None = field(default=None, repr=False)
 
@@ -114,7 +100,6 @@ class Protocol:
         clients: number of clients, at least 1.
         data, model, chain: component tables; a chain table may say each = true (per example), the model's table
             weights = "a.safetensors": the initial weights, a path relative to the current folder.
-        stragglers: which clients miss rounds.
         secure_sum: which updates the server sees only as a sum; None: it sees each.
         loss: component table of what clients minimise.
         guard: what every client does about the weights that the server sends.
@@ -125,8 +110,8 @@ class Protocol:
 
     Example:
         >>> tables = {"rounds": 1, "clients": 4, "data": {}, "model": {}, "chain": [], "secure_sum": {"group": 2}}
-        >>> Protocol.from_tables(tables).members(client=3, round=1)
-        (2, 3)
+        >>> Protocol.from_tables(tables).group(client=3)
+        range(2, 4)
     """
 
     seed: int
@@ -135,7 +120,6 @@ class Protocol:
     data: Table
     model: Table
     chain: tuple[Table, ...]
-    stragglers: Stragglers = field(default_factory=Stragglers)
     secure_sum: SecureSumOptions | None = None
     loss: Table = field(default_factory=lambda: dict(CROSS_ENTROPY))
     guard: InspectionPolicy = field(default_factory=InspectionPolicy)
@@ -176,7 +160,6 @@ class Protocol:
             data=data,
             model=model,
             chain=chain,
-            stragglers=settings_of(Stragglers, spec.get("stragglers", {}), "[stragglers]"),
             loss=coerce(spec.get("loss", CROSS_ENTROPY), dict, "[loss]"),
             guard=settings_of(InspectionPolicy, spec.get("guard", {}), "[guard]"),
             **{key: settings_of(kind, spec[key], f"[{key}]") for key, kind in _OPTIONAL.items() if key in spec},
@@ -194,7 +177,6 @@ class Protocol:
         """
         table = vars(self) | {
             "model": {key: value for key, value in self.model.items() if key != "weights"},
-            "stragglers": asdict(self.stragglers),
             "secure_sum": self.secure_sum and self.secure_sum.to_table(),
             "loss": None if self.loss == CROSS_ENTROPY else self.loss,
             "guard": None if self.guard == InspectionPolicy() else asdict(self.guard),
@@ -218,29 +200,17 @@ class Protocol:
         count = len(self.canary_clients) * self.canary_examples
         return torch.rand(count, generator=generator(self.seed, "coins")) < 0.5
 
-    def misses(self, client: int, round: int) -> bool:
-        """Draw whether a client's reply in a round is lost."""
-        draw = torch.rand((), generator=generator(self.seed, "straggler", client, round)).item()
-        return draw < self.stragglers.probability
+    @property
+    def group_size(self) -> int:
+        """Number of clients in a group, whose sum is all that the server sees; 1 without [secure_sum]."""
+        return self.secure_sum.group if self.secure_sum else 1
 
-    def groups(self, round: int) -> list[tuple[int, ...]]:
-        """Return the groups of clients that the server sees as sums; groups of one without [secure_sum]."""
-        order, size = list(range(self.clients)), self.secure_sum.group if self.secure_sum else 1
-        if self.secure_sum and self.secure_sum.drawn:
-            order = torch.randperm(self.clients, generator=generator(self.seed, "groups", round)).tolist()
-        return sorted(tuple(sorted(order[i : i + size])) for i in range(0, self.clients, size))
+    @property
+    def groups(self) -> list[range]:
+        return [self.group(client) for client in range(0, self.clients, self.group_size)]
 
-    def alike(self, client: int, other: int, round: int) -> bool:
-        """Check that both belong to sums of equal size; otherwise their reconstructions are not comparable."""
-        return len(self.members(client, round)) == len(self.members(other, round))
-
-    def members(self, client: int, round: int) -> tuple[int, ...]:
-        """Return the clients in the same sum as this one: those of its group that do not miss the round.
-
-        A client that the protocol does not list is a group of one, and so is one if its whole group misses the round: a ledger
-        may have its update.
-        """
-        if self.secure_sum is None:
-            return (client,)
-        group = next((group for group in self.groups(round) if client in group), (client,))
-        return tuple(c for c in group if not self.misses(c, round)) or (client,)
+    def group(self, client: int) -> range:
+        """Return the group of a client; one that the protocol does not list is alone."""
+        size = self.group_size if client < self.clients else 1
+        first = client - client % size
+        return range(first, first + size)

@@ -72,9 +72,7 @@ class private_layers(freeze):
         (False, True)
     """
 
-    @property
-    def remembers(self) -> bool:
-        return True
+    remembers = True
 
     def stays(self, name: str) -> bool:
         return self.frozen(name)

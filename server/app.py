@@ -95,7 +95,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
     between: list[Callable[[], None]] = []
     if ledger.deployed:
         _note_start(ledger, done, flower_run)
-        grader = ClientGrader(run, ledger, grid, strategy.clients, protocol, timeout)
+        grader = ClientGrader(run, ledger, grid, strategy.clients, timeout)
         between = [grader.ask, LateJoiners(grid, protocol.clients, strategy.clients).admit]
     served = strategy if together is None else _secured(strategy, protocol, timeout)
     arrays, began, cost = ArrayRecord(params), time.perf_counter(), 0.0
@@ -133,7 +133,7 @@ def _secured(strategy: CheckedStrategy, protocol: Protocol, timeout: float) -> S
 
     def groups(round: int, nodes: Sequence[int]) -> list[list[int]]:
         of = {strategy.clients[node]: node for node in nodes}
-        return [[of[client] for client in group if client in of] for group in protocol.groups(round)]
+        return [[of[client] for client in group if client in of] for group in protocol.groups]
 
     return SecureSumStrategy(strategy, PairwiseMasking(**protocol.secure_sum.real), "updates", timeout, groups)
 
@@ -143,10 +143,9 @@ def _of_sums(intake: RoundReplies, protocol: Protocol) -> RoundReplies:
 
     An attack computes what the scenario's whole group would send; a sum that lacks a member is another function.
     """
-    groups = {client: group for group in protocol.groups(intake.round) for client in group}
     complete, partial = [], []
     for reply in intake.accepted:
-        gone = [c for c in groups[reply.client] if c != reply.client and c not in intake.summed]
+        gone = [c for c in protocol.group(reply.client) if c != reply.client and c not in intake.summed]
         if not gone:
             complete.append(reply)
             continue

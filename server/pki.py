@@ -1,4 +1,4 @@
-"""Certificates and keys of a deployment, and of Ray: an authority, the server's certificate, a key pair for each client's node."""
+"""Keys of a deployment, and of Ray: the server's with its certificate, and a key pair for each client's node."""
 
 import datetime
 import ipaddress
@@ -20,40 +20,28 @@ _PRIVATE, _PUBLIC = 0o600, 0o644
 
 
 def write_authority(folder: Path, hosts: Sequence[str] = (), mutual: bool = False) -> None:
-    """Write a certificate authority of its own, and the server's certificate: ca.crt, server.*.
-
-    The authority signs once and its key is not kept, as its holder could impersonate the server to every client.
+    """Write the server's key and its certificate, which is also the authority that clients trust: ca.crt, server.*.
 
     Args:
         hosts: names and addresses under which clients reach the server, in addition to `HOSTS`.
         mutual: the server also requires certificates of its clients; this one serves both.
     """
-    authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    ca = _named("fedgauge deployment CA")
+    key = ec.generate_private_key(ec.SECP384R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedgauge deployment")])
     now = datetime.datetime.now(datetime.UTC)
     since, until = now - datetime.timedelta(days=1), now + datetime.timedelta(days=DAYS)  # clocks differ
-
-    def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey, signs: bool) -> x509.CertificateBuilder:
-        made = x509.CertificateBuilder().subject_name(name).issuer_name(ca).public_key(key.public_key())
-        made = made.serial_number(x509.random_serial_number()).not_valid_before(since).not_valid_after(until)
-        made = made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        made = made.add_extension(x509.BasicConstraints(signs, path_length=0 if signs else None), critical=True)
-        return made.add_extension(_usage(signs), critical=True)
-
-    own = certificate(ca, authority, signs=True)
-    served = certificate(_named("superlink"), server, signs=False)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(x509.random_serial_number()).not_valid_before(since).not_valid_after(until)
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if mutual else [])]
-    for extension in (
-        x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()),
-        x509.ExtendedKeyUsage(purposes),
-        x509.SubjectAlternativeName(alternative_names(hosts)),
-    ):
-        served = served.add_extension(extension, critical=False)
-    for name, builder in (("ca", own), ("server", served)):
-        signed = builder.sign(authority, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
-        _write(folder / f"{name}.crt", signed, _PUBLIC)
+    for extension in (x509.ExtendedKeyUsage(purposes), x509.SubjectAlternativeName(alternative_names(hosts))):
+        made = made.add_extension(extension, critical=False)
+    signed = made.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True).sign(
+        key, hashes.SHA384()
+    )
+    for file in ("ca.crt", "server.crt"):
+        _write(folder / file, signed.public_bytes(serialization.Encoding.PEM), _PUBLIC)
     pem, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    _write(folder / "server.key", server.private_bytes(serialization.Encoding.PEM, pem, plain), _PRIVATE)
+    _write(folder / "server.key", key.private_bytes(serialization.Encoding.PEM, pem, plain), _PRIVATE)
 
 
 def alternative_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
@@ -75,24 +63,6 @@ def write_node_key(path: Path) -> None:
 def write_secret(path: Path, secret: bytes) -> None:
     """Write a file that only its owner can read, from the moment it is created."""
     _write(path, secret, _PRIVATE)
-
-
-def _named(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _usage(signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=True,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
 
 
 def _alternative(host: str) -> x509.GeneralName:

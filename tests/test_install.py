@@ -21,7 +21,7 @@ import yaml
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.launch import child_environment
-from tests.server.strategy.test_foreign_app import write_audit
+from tests.server.strategy.test_three_apps import QUICKSTART
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,9 +125,10 @@ def test_every_folder_of_code_is_listed_as_a_package() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Flower app in the usual shape, client.py and server.py, with three more files whose names are fedgauge's folders'."""
     app = tmp_path_factory.mktemp("app")
-    shutil.copytree(ROOT / "tests/foreign/quickstart", app / "quickstart", ignore=shutil.ignore_patterns("__pycache__"))
+    theirs = ROOT / "tests/foreign" / QUICKSTART.name
+    shutil.copytree(theirs, app / theirs.name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("client", "server"):
-        (app / f"{name}.py").write_text(f"from quickstart import {name}_app\n\napp = {name}_app.app\n")
+        (app / f"{name}.py").write_text(f"from {theirs.name} import {name}_app\n\napp = {name}_app.app\n")
     for name in ("attacks", "defenses", "simulations"):
         (app / f"{name}.py").write_text(f"raise RuntimeError('the {name}.py of the user was imported')\n")
     described = tomllib.loads((ROOT / "tests/foreign/pyproject.toml").read_text())
@@ -155,12 +156,13 @@ def test_the_doctor_finds_everything_in_a_users_folder(python: Path, folder: Pat
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 def test_a_foreign_app_is_recorded_under_flower(python: Path, folder: Path, tmp_path: Path) -> None:
-    record, mark, port = write_audit(tmp_path, clients=2), uuid.uuid4().hex, processes.free_port()
+    audit, record = QUICKSTART.write_audit(tmp_path), tmp_path / "theirs"
+    mark, port = uuid.uuid4().hex, processes.free_port()
     (tmp_path / "home").mkdir()
     links = {"default": "here", "here": {"address": f"127.0.0.1:{port}", "insecure": True}}
     (tmp_path / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
     short = Path(tempfile.mkdtemp(prefix="fl-"))  # Ray's sockets live below it
-    env = child_environment(short, mark) | {"FLWR_HOME": str(tmp_path / "home"), "FEDGAUGE_ALLOW": "quickstart"}
+    env = child_environment(short, mark) | {"FLWR_HOME": str(tmp_path / "home"), "FEDGAUGE_ALLOW": QUICKSTART.name}
     env["PATH"] = os.pathsep.join([str(python.parent), env["PATH"]])
     superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--port", str(port)]
     process = processes.start([str(python.parent / superlink[0]), *superlink[1:]], tmp_path / "superlink.log", env)
@@ -168,7 +170,7 @@ def test_a_foreign_app_is_recorded_under_flower(python: Path, folder: Path, tmp_
         wait_for(lambda: processes.listens(port), 90, process=process)
         federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
         flwr = [str(python.parent / "flwr")]
-        config = f'audit="{record.parent / "audit.toml"}" record-to="{record}" examples=1'
+        config = f'audit="{audit}" record-to="{record}" examples=1'
         command = [*flwr, "run", str(folder), "here", "--stream", "--run-config", config]
         trained = subprocess.run(
             [*command, "--federation-config", federation], env=env, capture_output=True, text=True, timeout=600

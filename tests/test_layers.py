@@ -170,7 +170,7 @@ def test_a_notebook_loads_nothing_but_torch() -> None:
         for f in sources()
         if f.split("/")[0] in LEAN and not f.startswith(FLOWER)
     ]
-    heavy = ["flwr", "ray", "starlette", "scipy", "torchvision", "torchmetrics", "lpips", "datasets", "flwr_datasets"]
+    heavy = ["flwr", "ray", "starlette", "scipy", "torchvision", "lpips", "datasets", "flwr_datasets"]
     program = f"""
 import importlib, sys
 for module in {[m.removesuffix(".__init__") for m in modules]}:

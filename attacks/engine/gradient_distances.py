@@ -6,7 +6,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ class InnerProducts(NamedTuple):
 class Distance(Checked, ABC):
     """A frozen dataclass: its fields are the distance's parameters."""
 
+    joint: ClassVar[bool] = (
+        False  # whether it depends on the products of whole updates (`between`), not on each tensor's
+    )
+
     @property
     def density(self) -> bool:
         """True for -log p(seen | expected) up to a constant, to which a prior's density adds at weight 1."""
@@ -37,11 +41,6 @@ class Distance(Checked, ABC):
     @property
     def by_products(self) -> bool:
         """True if it depends on inner products only (`of`), so that large gradients need not be formed."""
-        return False
-
-    @property
-    def joint(self) -> bool:
-        """True if it depends on the products of whole updates (`between`), not on those of each tensor."""
         return False
 
     @abstractmethod

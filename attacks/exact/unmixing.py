@@ -33,6 +33,7 @@ PROVEN = 1e-3
 SILENT = 1e-4  # of a unit column's largest entry; smaller entries count as a ReLU that was off
 AT_ONCE = 4096  # sets of rows tried together
 GAUSSIAN = 0.37457  # mean of log cosh of a standard normal number
+RATE, SMOOTH = 0.02, 0.1  # of Adam, and the weight of total variation
 CROWDED = 12.0  # sharpness of the penalty on similar rows
 ROUNDED = 1e4  # rounding levels for a first comparison of columns
 SPARE = 8  # candidate columns beyond B
@@ -295,17 +296,8 @@ class spear_plus_plus(_Unmixing):
 
 @dataclass(frozen=True)
 class cocktail_party(_Unmixing):
-    """Blind source separation: images with the least normally distributed pixels, smooth and different from each other.
+    """Blind source separation: images with the least normally distributed pixels, smooth and different from each other."""
 
-    Args:
-        tv: weight of total variation.
-        apart: weight of the penalty on similar images.
-        rate: of Adam.
-    """
-
-    tv: float = 0.1
-    apart: float = 1.0
-    rate: float = 0.02
     on_cpu = False
     needs_relu = False
 
@@ -321,9 +313,9 @@ class cocktail_party(_Unmixing):
             if restart and clock.over():
                 break
             rows = torch.randn(mixture.size, mixture.size, generator=rng).to(white).requires_grad_()
-            adam = torch.optim.Adam([rows], self.rate)
+            adam = torch.optim.Adam([rows], RATE)
             for _ in range(budget.iterations):
-                loss = self._loss(F.normalize(rows, dim=1), white, shape)
+                loss = _loss(F.normalize(rows, dim=1), white, shape)
                 if float(loss.detach()) < least:
                     best, least = rows.detach().clone(), float(loss.detach())
                 adam.zero_grad()
@@ -335,12 +327,13 @@ class cocktail_party(_Unmixing):
         if len(best):
             yield torch.linalg.inv(F.normalize(best, dim=1) @ whiten), spent
 
-    def _loss(self, rows: Tensor, white: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Negentropy by log cosh (Hyvarinen and Oja, 2000), total variation, and a penalty on similar rows."""
-        images = rows @ white
-        negentropy = (images.cosh().clamp(max=1e30).log().mean(1) - GAUSSIAN).square().mean()
-        similarity = (rows @ rows.T).triu(1).abs()
-        penalty = torch.expm1(CROWDED * similarity).sum() / math.exp(CROWDED) / max(1, len(rows))
-        pixels = images.view(-1, *shape)
-        variation = sum(pixels.diff(dim=d).abs().mean() for d in (-1, -2))
-        return -negentropy + self.tv * variation + self.apart * penalty
+
+def _loss(rows: Tensor, white: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Negentropy by log cosh (Hyvarinen and Oja, 2000), total variation, and a penalty on similar rows."""
+    images = rows @ white
+    negentropy = (images.cosh().clamp(max=1e30).log().mean(1) - GAUSSIAN).square().mean()
+    similarity = (rows @ rows.T).triu(1).abs()
+    penalty = torch.expm1(CROWDED * similarity).sum() / math.exp(CROWDED) / max(1, len(rows))
+    pixels = images.view(-1, *shape)
+    variation = sum(pixels.diff(dim=d).abs().mean() for d in (-1, -2))
+    return -negentropy + SMOOTH * variation + penalty

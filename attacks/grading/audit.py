@@ -115,9 +115,7 @@ class Auditor:
         """Return the attacker's randomness for one observation: a function from keys to generators."""
         if self.purpose is None:
             return partial(generator, self.seed, "attack", planned.name, round, client)
-        return partial(
-            generator, self.seed, *self.purpose, client // len(self.federation.protocol.members(client, round))
-        )
+        return partial(generator, self.seed, *self.purpose, client // len(self.federation.protocol.group(client)))
 
     # -------------------------------------------------------------------------------------------------------- the audit
 
@@ -144,21 +142,16 @@ class Auditor:
             ValueError: the attack returned a batch of the wrong shape.
         """
         fed = self.federation
-        sizes = [len(fed.protocol.members(client, wave.round)) for client in wave.clients]
-        parts = [wave.of([k for k, m in enumerate(sizes) if m == size]) for size in sorted(set(sizes))]
-        if len(parts) == 1:  # secure sums of one size
-            parts = waves_known_alike(fed.model, fed.chain, fed.shards.batch_size, wave)
-        if len(parts) > 1:
+        if len(parts := waves_known_alike(fed.model, fed.chain, fed.shards.batch_size, wave)) > 1:
             each = {a.client: a for part in parts for a in self.audit(planned, part, others, memories)}
             return [each[client] for client in wave.clients]
-        others = {c: o for c, o in others.items() if fed.protocol.alike(c, o, wave.round)}
-        attack = planned.build()
+        members, attack = len(fed.protocol.group(wave.clients[0])), planned.build()
         if isinstance(attack, Measure):
-            return self._measured(planned, attack, wave, sizes[0], others, memories)
+            return self._measured(planned, attack, wave, members, others, memories)
         audited = []
-        for client, (result, memory) in zip(wave.clients, self.attack(planned, wave, sizes[0], memories), strict=True):
+        for client, (result, memory) in zip(wave.clients, self.attack(planned, wave, members, memories), strict=True):
             if self.source.blind:
-                examples, main = sizes[0] * fed.shards.batch_size, self.modality.main.metric
+                examples, main = members * fed.shards.batch_size, self.modality.main.metric
                 rows = ungraded_rows(planned.name, wave.round, client, result, examples, others.get(client), main)
             else:
                 result, rows = self.grade(planned.name, wave, client, result, others.get(client))
@@ -235,7 +228,7 @@ class Auditor:
             ]
         tuned = ""
         if planned.tune == "shadow":
-            observations = len(self.federation.protocol.groups(wave.round))
+            observations = len(self.federation.protocol.groups)
             tuning = Tuning(self.modality, planned.budget, observations, self.seed, wave.round)
             try:
                 attack, tuned = tuning.of(attack, known, wave)

@@ -36,8 +36,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
     links = " > ".join(map(describe, fed.protocol.chain))
     batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update"
     if (sums := fed.protocol.secure_sum) is not None:
-        fewer = sums.least < sums.group and fed.protocol.stragglers.probability
-        batch += f", sum of {f'{sums.least} to ' if fewer else ''}{sums.group} clients"
+        batch += f", sum of {sums.group} clients"
     attack, local = planned.build(), fed.chain.local
     if planned.role in LIMITS and isinstance(attack, Measure):
         return SEPARATOR.join([f"chain {links}", *attack.assumes(fed, batch)])

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.learned.trainer import perceptron, seeded
-from fedgauge.client.components import Checked, ComponentKind, Count, SpecError, Table, build, check_arguments, resolve
+from fedgauge.client.components import Checked, ComponentKind, Count, Range, Table, build, check_arguments, resolve
 from fedgauge.client.models.vision import Shape, check_images, load_weights
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
@@ -185,12 +185,7 @@ class GeneratorFile(Checked):
 
     weights: Path
     latent: Count | None = None
-    range: tuple[float, ...] = (0.0, 1.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.range) != 2 or not self.range[0] < self.range[1]:
-            raise SpecError(f"range must be black and white, such as [0, 1] or [-1, 1], got {list(self.range)}")
+    range: Annotated[tuple[float, float], Range("black and white", lambda ends: ends[0] < ends[1])] = (0.0, 1.0)
 
 
 def check(table: Table) -> tuple[Table, GeneratorFile]:

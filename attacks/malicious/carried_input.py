@@ -26,11 +26,12 @@ from fedgauge.attacks.engine.computation import (
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
-from fedgauge.client.components import Count, Table
+from fedgauge.client.components import Table
 from fedgauge.client.models.vision import Shape, check_images
 from fedgauge.client.update import Batch, Params, relative_error
 
 PROVEN = 1e-4  # relative error of the images' update, below which they are the client's
+BLOCKS, WIDTH = 3, 16  # of the reversible network, and channels between the convolutions of one
 REACH = 2.0  # largest input of a sigmoid or tanh: beyond it, rounding of the output weighs more
 
 
@@ -69,13 +70,13 @@ def carried(model: nn.Module, shape: Shape, classes: int) -> CarriedInputNetwork
 class ReversibleNetwork(nn.Module):
     """Blocks of additive coupling on the phases of an image, then the classifier: the features hold the whole image."""
 
-    def __init__(self, shape: Shape, classes: int, blocks: int, width: int) -> None:
+    def __init__(self, shape: Shape, classes: int) -> None:
         super().__init__()
         half = 2 * shape[0]
         self.small = 2 * half, shape[1] // 2, shape[2] // 2
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(half, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, half, 3, padding=1))
-            for _ in range(blocks)
+            nn.Sequential(nn.Conv2d(half, WIDTH, 3, padding=1), nn.ReLU(), nn.Conv2d(WIDTH, half, 3, padding=1))
+            for _ in range(BLOCKS)
         )
         self.classifier = nn.Linear(4 * shape[0] * self.small[1] * self.small[2], classes)
 
@@ -96,10 +97,10 @@ class ReversibleNetwork(nn.Module):
         return F.pixel_shuffle(torch.cat([still, moved], 1), 2).flatten(1)
 
 
-def reversible(shape: Shape, classes: int, blocks: int = 3, width: int = 16) -> ReversibleNetwork:
-    """A network of reversible blocks in place of the agreed one; each of the blocks has two 3x3 convolutions with width between."""
+def reversible(shape: Shape, classes: int) -> ReversibleNetwork:
+    """A network of reversible blocks in place of the agreed one."""
     check_images(shape)
-    return ReversibleNetwork(shape, classes, blocks, width)
+    return ReversibleNetwork(shape, classes)
 
 
 @dataclass(frozen=True)
@@ -118,20 +119,13 @@ class carried_input(ServerAttack):
 
 @dataclass(frozen=True)
 class reversible_blocks(ServerAttack):
-    """Replaces the network by reversible blocks.
+    """Replaces the network by reversible blocks; zero: also send a zero classifier."""
 
-    Args:
-        blocks, width: as of `reversible`.
-        zero: send a classifier of zeros, which separates batches.
-    """
-
-    blocks: Count = 3
-    width: Count = 16
     zero: bool = False
 
     @property
     def architecture(self) -> Table:
-        return {"use": "reversible", "blocks": self.blocks, "width": self.width}
+        return {"use": "reversible"}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         return _as_agreed(ReversibleNetwork, "reversible", sent, known, self.zero)

@@ -25,13 +25,15 @@ from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.decoding import LayerRows, decoded, input_to_pixels, on_grid, snap_to_grid
 from fedgauge.attacks.malicious.server_attack import ServerAttack
 from fedgauge.attacks.membership.gradients import CandidateGradients
-from fedgauge.client.components import Count, Positive, Table
+from fedgauge.client.components import Count, Table
 from fedgauge.client.label_kinds import LabelKind
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.vision import Shape, check_images
 from fedgauge.client.update import Batch, Params
 
 BEYOND = 10.0  # standard deviations of the query below the lowest quantile of rows, where no row lies
+# roughly how far the block moves an image, in units of the network's input: gradients' ratios do not depend on it
+STRENGTH = 1e-2
 EQUAL = 1e-4  # relative difference up to which two error signals are equal
 POINTS = 1024  # at which the distribution of the query is tabulated
 
@@ -96,12 +98,9 @@ class imprint(ServerAttack):
 
     Args:
         bins: K, rows of the block.
-        strength: roughly how far the block moves an image, in units of the network's input. Ratios of gradients do not depend
-            on it; it only has to exceed what a defense adds to them.
     """
 
     bins: Count = 64
-    strength: Positive = 1e-2
 
     @property
     def architecture(self) -> Table:
@@ -109,7 +108,7 @@ class imprint(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         prefix, _ = sorting_block(known, self.bins)
-        row, bias, back = sorting_query(self.bins, self.strength, known, rng)
+        row, bias, back = sorting_query(self.bins, known, rng)
         return planted(sent, prefix, {"query.weight": row, "query.bias": bias, "back.weight": back})
 
 
@@ -119,14 +118,14 @@ def planted(sent: Params, prefix: str, parts: Params) -> dict[str, Tensor]:
     return {**sent, **made}
 
 
-def sorting_query(bins: int, strength: float, known: Knowledge, rng: Generator) -> tuple[Tensor, Tensor, Tensor]:
+def sorting_query(bins: int, known: Knowledge, rng: Generator) -> tuple[Tensor, Tensor, Tensor]:
     """A row (pixels,) that all bins share, their biases (bins,), and weights (pixels, 1) by which the block moves the image."""
     weights = 0.5 + torch.rand(math.prod(known.shape), generator=rng, dtype=torch.float64)
     weights /= weights.sum()
     signs = torch.randint(0, 2, weights.shape, generator=rng).double() * 2 - 1
     levels, spread = _levels(weights, bins, known)
     scale, offset = input_to_pixels(known)
-    return weights * scale / spread, (weights @ offset - levels) / spread, (signs * strength)[:, None]
+    return weights * scale / spread, (weights @ offset - levels) / spread, (signs * STRENGTH)[:, None]
 
 
 def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float]:

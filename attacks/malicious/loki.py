@@ -18,7 +18,7 @@ from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.imprint import SortingBlock, planted, read_bins, sorting_block, sorting_query
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.client.components import Count, Natural, Positive, Table
+from fedgauge.client.components import Count, Natural, Table
 from fedgauge.client.models.vision import Shape, check_images
 from fedgauge.client.update import Params
 
@@ -35,13 +35,11 @@ class loki(ServerAttack):
 
     Args:
         members: clients of a sum, at most; bins: rows of the block.
-        strength: as of `imprint`.
         place: of the client with kernels that pass the image on, counted from 0 in its sum.
     """
 
     members: Count = 4
     bins: Count = 64
-    strength: Positive = 1e-2
     place: Natural = 0
 
     def __post_init__(self) -> None:
@@ -58,7 +56,7 @@ class loki(ServerAttack):
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         prefix, _ = sorting_block(known, self.bins, self.members)
-        row, bias, back = sorting_query(self.bins, self.strength, known, rng)
+        row, bias, back = sorting_query(self.bins, known, rng)
         channels, height, width = known.shape
         kernels, constants = (torch.zeros_like(sent[f"{prefix}kernels.{part}"]) for part in ("weight", "bias"))
         own = range(self.place * (channels + 1), (self.place + 1) * (channels + 1) - 1)

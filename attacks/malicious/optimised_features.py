@@ -24,7 +24,6 @@ from fedgauge.attacks.engine.computation import classifier, layer_inputs
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader
 from fedgauge.attacks.malicious.decoding import ClassifierInputs, check_readable
 from fedgauge.attacks.malicious.server_attack import ServerAttack, with_zero_classifier
-from fedgauge.client.components import NotNegative
 from fedgauge.client.models.vision import check_images
 from fedgauge.client.update import Batch, Params, relative_error
 
@@ -203,18 +202,13 @@ class read_features(ClosedForm):
     """Estimates images linearly from the classifier's inputs: one example, or a batch if the classifier is zero.
 
     For examples that share a label it gives their mean. Nothing is proven exact.
-
-    Args:
-        ridge: as a part of the inputs' mean variance, against overfitting to the public images.
     """
-
-    ridge: NotNegative = RIDGE
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         public = public_images(known)
         check_readable(known, wave.params)
         h = layer_input(known, wave.params, classifier(known.model, known.shape), public).flatten(1)
-        fit = LinearEstimate.fitted(h, public, self.ridge)
+        fit = LinearEstimate.fitted(h, public, RIDGE)
         return partial(_read, fit)
 
 

@@ -33,7 +33,6 @@ from fedgauge.attacks.malicious.optimised_features import (
     public_images,
 )
 from fedgauge.attacks.malicious.server_attack import ServerAttack
-from fedgauge.client.components import Positive
 from fedgauge.client.update import Params
 
 RIDGES = (1e-2, 1e-4, 1e-6, 1e-8)  # as parts of the features' mean variance
@@ -59,13 +58,7 @@ def _head(known: Knowledge) -> tuple[str, str, bool]:
 
 @dataclass(frozen=True)
 class scale_mia(ServerAttack):
-    """Makes the first fully connected layer sort images by a random query of their features.
-
-    Args:
-        strength: the next layer's weights, which decide how large the gradient is that is read.
-    """
-
-    strength: Positive = 1.0
+    """Makes the first fully connected layer sort images by a random query of their features."""
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         first, second, direct = _head(known)
@@ -82,7 +75,7 @@ class scale_mia(ServerAttack):
         parts = {
             f"{first}.weight": query / spread,
             f"{first}.bias": -levels / spread,
-            f"{second}.weight": (self.strength / len(weight) * signs)[:, None],
+            f"{second}.weight": (1.0 / len(weight) * signs)[:, None],
         }
         return planted(made, "", parts)
 

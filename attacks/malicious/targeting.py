@@ -98,7 +98,7 @@ def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
                         f"{where}: it searches over several rounds of the same batch, and client {client} draws its batches "
                         "anew: give it one round, or clients that hold one batch each"
                     )
-        last = max(map(len, fed.protocol.groups(1))) - 1  # in the largest secure sum
+        last = fed.protocol.group_size - 1
         craft_weights(targeted.server_attack, where, params, known, generator("a malice is tried"), place=last)
         if hits & taken:
             raise SpecError(f"{where}: another one attacks a client in the same round: change rounds or clients")

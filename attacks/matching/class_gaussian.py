@@ -36,9 +36,7 @@ class class_gaussian(Attack):
     rate: Positive = 0.3
     second_order: bool = False
 
-    @property
-    def needs_derivative(self) -> bool:
-        return True
+    needs_derivative = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]

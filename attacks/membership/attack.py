@@ -31,9 +31,6 @@ class membership(Measure):
             (reads only the weights) or label_frequency (reads nothing).
         strangers: examples outside all training sets, among which false positives are counted; at most so many, at least 1.
         held: examples of each client's data, whether or not they are in its batch; at most so many, at least 0.
-
-    Raises:
-        ValueError: the clients of a sum change from round to round.
     """
 
     score: Literal[
@@ -60,9 +57,7 @@ class membership(Measure):
 
     def measure(self, case: Case) -> tuple[Rows, Memories]:
         """Score the candidates against each update of a wave; a client whose scores are infinite or NaN gets no rows."""
-        summed, wave = case.fed.protocol.secure_sum, case.wave
-        if self.is_stateful and summed is not None and summed.drawn:
-            raise ValueError("groups are drawn anew in each round, so that no sum is of the same clients again")
+        wave = case.wave
         test = MembershipTest(case, self.strangers, self.held, (*wave.clients, *case.others.values()))
         scores = self.scores(wave, case.known, test.candidates)
         scored = [k for k, own in enumerate(scores) if bool(own.isfinite().all())]

@@ -66,7 +66,7 @@ class Canaries(Measure):
             rest = RestOfBatch.of_population(CandidateGradients(case.known, case.wave.params, case.known.public))
         found = Rows()
         for k, client in enumerate(case.wave.clients):
-            members = [m for m in case.fed.protocol.members(client, case.wave.round) if m in holders]
+            members = [m for m in case.fed.protocol.group(client) if m in holders]
             if not members:
                 found[client] = []
             elif all(bool(t[k].isfinite().all()) for t in case.wave.update.values()):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedgauge.attacks.measure import Case, Memories, Rows
 from fedgauge.attacks.membership.scores import classes_of
-from fedgauge.attacks.modality.membership import ANYBODY, HELD, MEMBER, RATES
+from fedgauge.attacks.modality.membership import HELD, MEMBER, RATES
 from fedgauge.attacks.score_rows import ScoreRecord, wrong_client
 from fedgauge.client.data.batches import batch_of
 from fedgauge.client.rng import generator
@@ -63,22 +63,17 @@ class MembershipTest:
     def _held(self, client: int) -> Tensor:
         """Rows of some examples of the data behind a client's updates, the same in every round."""
         found = []
-        for member in self.case.fed.protocol.members(client, self.case.wave.round):
+        for member in self.case.fed.protocol.group(client):
             mine = self.case.fed.shards.indices[member]
             order = torch.randperm(len(mine), generator=generator(self.case.fed.protocol.seed, "held", member))
             found.append(mine[order[: self.held]])
         return torch.cat(found)
 
     def of_updates(self, scores: Tensor, clients: Sequence[int]) -> Rows:
-        """By client, the rows of each update's scores (K, N) and, as a baseline, of the same scores against another client's batch.
-
-        Of several updates, also those of the highest score over all of them: whether a member is in any client's batch.
-        """
-        found, highest = {}, scores.max(0).values
+        """By client, the rows of each update's scores (K, N) and, as a baseline, of these against another client's batch."""
+        found = {}
         for own, client in zip(scores, clients, strict=True):
             rows = self._graded(own, client)
-            if len(scores) > 1:
-                rows += self._relative(ANYBODY, highest, torch.searchsorted(self.rows, self._batch(client)), client)
             if (other := self.case.others.get(client)) is not None:
                 rows += self._against(self._graded(own, other))
             found[client] = rows

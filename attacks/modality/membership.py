@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from fedgauge.attacks.modality.base import Measured
 
-# of the members of a batch: of one update, and of any of a round that are attacked together; and of a client's data
-MEMBER, ANYBODY, HELD = "membership", "round_membership", "dataset_membership"
+MEMBER, HELD = "membership", "dataset_membership"  # of the members of an update's batch, and of a client's data
 RATES: Mapping[str, float] = {
     "_at_1_percent": 0.01,
     "_at_0.1_percent": 0.001,
@@ -24,7 +23,6 @@ class Question(NamedTuple):
 
 QUESTIONS: Mapping[str, Question] = {
     MEMBER: Question("Batch membership", "in the batch"),
-    ANYBODY: Question("Membership in any client's batch", "in any client's batch"),
     HELD: Question("Dataset membership", "in the client's data"),
 }
 MEMBERSHIP: Mapping[str, Measured] = {

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, islice, product, takewhile
-from typing import Literal
 
 import torch
 from torch import Generator, Tensor
@@ -31,12 +30,14 @@ from fedgauge.client.models.language_parts import Projection
 from fedgauge.client.models.tokenizer import framed
 from fedgauge.client.update import Batch
 
-Maps = Literal["query", "attention"]
 SAME_INPUT = 1e-5  # relative difference up to which a word's inputs in two positions are one
 SETS = 8  # sets of sentences that are tried where more sentences came near than the batch has
 EXHAUSTIVE = 512  # combinations of words up to which each is tried
 TRIES = 8  # searches in a row that may find no sentence beyond doubt
 MOST_MEASURED = 20_000  # sentences that a search may measure in the last block: about a minute of six layers on a core
+# words kept for one position at most, in batch sizes; of the batch's words, where the first block reveals no positions
+EACH = 4
+STARTS = 8  # sentences from which an encoder's search begins; prefixes that a decoder's search keeps
 SPARE = 2  # sentences more than the batch has, from which sets of sentences are made
 
 Ids = tuple[int, ...]
@@ -61,25 +62,17 @@ class dager(SentenceReader):
     """Exact sentences of small batches, with a proof where the chain leaves one possible.
 
     Args:
-        maps: the maps with gradients that span the inputs: query, as published, or all three of the attention. A decoder's query
-            has no gradient from the first token; that of an encoder's last block has one from the first token only.
         margin: dimensions that must be left outside the span; a span that LoRA's factor A shows must leave one.
-        each: words kept for one position at most, as a multiple of the batch size; of the batch's words, where the first block
-            reveals no positions.
-        starts: sentences from which an encoder's search begins; prefixes that a decoder's search keeps.
     """
 
-    maps: Maps = "attention"
     margin: Count = 20
-    each: Count = 4
-    starts: Count = 8
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         model, length, rng = verifier.model, verifier.known.shape[0], stream("dager")
         if len(model.parts.layers) < 2:
             raise Unreadable("it reads two attention blocks, and the model has one")
-        spans = self._span(verifier, 0, self._maps(model, 0), length, rng)
-        search = _SentenceSearch(self, verifier, *self._judge(verifier, rng), rng, deadline)
+        spans = self._span(verifier, 0, _maps(model, 0), length, rng)
+        search = _SentenceSearch(verifier, *self._judge(verifier, rng), rng, deadline)
         first = first_inputs(model, verifier.params, torch.tensor([int(model.pad == 0)]), length)
         # whether a word's input depends on its position: not where attention alone turns queries and keys
         placed = bool((first - first[:, :1]).abs().max() > SAME_INPUT * first.abs().max())
@@ -87,12 +80,8 @@ class dager(SentenceReader):
         for distance, word, place in spans.words(verifier.model, verifier.params, len(near)):
             near[place].append((distance, word))
         near = near if placed else near * length
-        most = self.each * verifier.known.batch_size * (1 if placed else length)
+        most = EACH * verifier.known.batch_size * (1 if placed else length)
         return search.read([sorted(some)[:most] for some in near], spans.threshold)
-
-    def _maps(self, model: LanguageModel, block: int) -> list[Projection]:
-        layer = model.parts.layers[block]
-        return [layer.query] if self.maps == "query" else [layer.query, layer.key, layer.value]
 
     def _span(
         self, verifier: GuessVerifier, block: int, maps: Sequence[Projection], positions: int, rng: Generator
@@ -108,7 +97,7 @@ class dager(SentenceReader):
         """The span that judges sentences, its block and positions: of the second block, else of a classifier's last query."""
         model, length = verifier.model, verifier.known.shape[0]
         last, classifies = len(model.parts.layers) - 1, model.task == "classification"
-        choices = [] if classifies and last == 1 else [(1, self._maps(model, 1), length)]
+        choices = [] if classifies and last == 1 else [(1, _maps(model, 1), length)]
         if classifies:  # only its first position reaches the head
             choices.append((last, [model.parts.layers[last].query], 1))
         reasons = []
@@ -125,6 +114,11 @@ class dager(SentenceReader):
         return None, 1, length
 
 
+def _maps(model: LanguageModel, block: int) -> list[Projection]:
+    layer = model.parts.layers[block]
+    return [layer.query, layer.key, layer.value]
+
+
 @dataclass(frozen=True, eq=False)
 class _SentenceSearch:
     """The sentences that the words of the first block form, judged by the distance of their inputs in a later block.
@@ -134,7 +128,6 @@ class _SentenceSearch:
         block: its number, from 0; positions: how many count, from the first on.
     """
 
-    attack: dager
     verifier: GuessVerifier
     spans: Spans | None
     block: int
@@ -263,8 +256,7 @@ class _SentenceSearch:
         if math.prod(map(len, pool)) <= EXHAUSTIVE:
             return self._measured([ids for ids in product(*pool) if ids not in passed])
         drawn = [
-            tuple(some[int(torch.randint(len(some), (), generator=self.rng))] for some in fresh)
-            for _ in range(self.attack.starts)
+            tuple(some[int(torch.randint(len(some), (), generator=self.rng))] for some in fresh) for _ in range(STARTS)
         ]
         return self._descend(drawn, pool if idle else fresh)
 
@@ -308,7 +300,7 @@ class _SentenceSearch:
             longer = [(*ids, word) for ids in live for word in some]
             distances = self.distances(longer)[:, position]
             kept = [i for i in distances.argsort().tolist() if float(distances[i]) <= threshold]
-            kept = kept[: self.attack.starts * self.size]
+            kept = kept[: STARTS * self.size]
             grown = {longer[i][:-1] for i in kept}
             complete += [ids for ids in live if ids and ids not in grown]
             live = [longer[i] for i in kept]

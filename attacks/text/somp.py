@@ -23,13 +23,14 @@ from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
 from fedgauge.attacks.text.dager import Ids
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs, logits_along
-from fedgauge.client.components import Count
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import BlockParts
 from fedgauge.client.update import Batch
 
 ROUNDING = 1e-5  # of a head's largest singular value: smaller ones are rounding
 RIDGE = 1e-8  # added to the heads' mean projection: an input outside all of them is this unlikely
+EACH = 4  # words kept for one position, in batch sizes
+BEAM = 64  # sentences that grow at once
 FORMED = 8  # sentences of the best slopes whose updates are computed, one at a time
 BESIDE = 6  # vectors as large as an update, more than the chosen sentences' own: two candidates, the update, residuals, a sum
 MOST_NUMBERS = 2**29  # of the updates of sentences that are held at once: 4 GB
@@ -40,19 +41,12 @@ class somp(SentenceReader):
     """Sentences of a decoder's batches, also with nearly as many tokens as dimensions.
 
     The budget's iterations are passes of exchanges.
-
-    Args:
-        each: words kept for one position, as a multiple of the batch size.
-        beam: sentences that grow at once.
     """
-
-    each: Count = 4
-    beam: Count = 64
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         if not verifier.decodes:
             raise Unreadable("it reads decoders, where a word attends only to earlier ones: use dager or tiger")
-        beginnings = grown(verifier, self.each, self.beam)
+        beginnings = grown(verifier)
         pursuit = Pursuit(verifier, beginnings, deadline)
         pursuit.choose(verifier.known.batch_size)
         for _ in range(budget.iterations):
@@ -93,7 +87,7 @@ def _heads(model: LanguageModel) -> int:
 
 
 @torch.no_grad()
-def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
+def grown(verifier: GuessVerifier) -> dict[Ids, float]:
     """Beginnings of sentences, of every length, that fit the subspaces of two blocks best, with their worst word's misfit.
 
     They lack the last word, which sends no gradient through the attention.
@@ -117,10 +111,10 @@ def grown(verifier: GuessVerifier, each: int, beam: int) -> dict[Ids, float]:
     value, worst = torch.zeros(2, 1, dtype=torch.float64)
     found: dict[Ids, float] = {}
     for place in range(len(model.start), places):
-        near = single[:, place].topk(min(each * known.batch_size, len(words)), largest=False).indices
+        near = single[:, place].topk(min(EACH * known.batch_size, len(words)), largest=False).indices
         longer = torch.cat([live.repeat_interleave(len(near), 0), words[near].repeat(len(live))[:, None]], 1)
         added = single[near, place].repeat(len(live)) + last_misfit(longer)
-        value, kept = (value.repeat_interleave(len(near)) + added).topk(min(beam, len(added)), largest=False)
+        value, kept = (value.repeat_interleave(len(near)) + added).topk(min(BEAM, len(added)), largest=False)
         worst = torch.maximum(worst.repeat_interleave(len(near)), added)[kept]
         live = longer[kept]
         found |= {tuple(ids): float(w) for ids, w in zip(live.tolist(), worst, strict=True)}

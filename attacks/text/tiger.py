@@ -19,12 +19,15 @@ from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, labelled, noise_of
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
 from fedgauge.attacks.text.sentence_layout import framed_places, lengths_of
-from fedgauge.client.components import Count, Natural, Positive
+from fedgauge.client.components import Positive
 from fedgauge.client.update import Batch
 
 RIDGE = 1e-4  # added to inner products of inputs: those that hardly differ explain no direction between them
 FAINT = 0.02  # weight of a direction below which it is left out
 MARGIN = 20  # dimensions that must be left outside a subspace
+CANDIDATES = 128  # words of a position, the nearest to the first block's subspace
+BLOCKS = 3  # attention blocks with a subspace in the objective, from the first on
+EXCHANGED, PASSES = 8, 2  # words that are tried in each position after the descent, and how often
 START = 0.5  # standard deviation of the starts' logits
 
 
@@ -38,16 +41,9 @@ class tiger(SentenceReader):
 
     Args:
         rate: of Adam, on the logits of the words' mixtures.
-        candidates: words of a position, the nearest to the first block's subspace.
-        blocks: number of attention blocks with a subspace in the objective, from the first on.
-        exchanged: words that are tried in each position after the descent; passes: how often all positions are visited.
     """
 
     rate: Positive = 0.1
-    candidates: Count = 128
-    blocks: Count = 3
-    exchanged: Count = 8
-    passes: Natural = 2
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         search = _WordSearch(self, verifier, self._subspaces(verifier), deadline)
@@ -65,7 +61,7 @@ class tiger(SentenceReader):
     def _subspaces(self, verifier: GuessVerifier) -> "Spaces":
         """Those of the blocks that rise above the noise, the first block's first."""
         known, update, spaces = verifier.known, verifier.update, {}
-        for layer in verifier.model.parts.layers[: self.blocks]:
+        for layer in verifier.model.parts.layers[:BLOCKS]:
             parts = [m.of(update)[0] for m in (layer.query, layer.key, layer.value) if m.weight in update]
             found = subspace(parts, known.batch_size * known.shape[0], noise_of(known))
             if found is not None:
@@ -176,7 +172,7 @@ class _WordSearch:
         words = fit.clone()
         words[sorted({*self.model.special, self.model.pad})] = torch.inf
         words[self.model.tokenizer.size :] = torch.inf
-        count = min(self.attack.candidates, int(words[:, 0].isfinite().sum()))
+        count = min(CANDIDATES, int(words[:, 0].isfinite().sum()))
         nearest, chosen = words.topk(count, dim=0, largest=False)
         return chosen.mT.contiguous(), ((1 - nearest) / fit.std(0)).mT
 
@@ -227,12 +223,12 @@ class _WordSearch:
     @torch.no_grad()
     def exchange(self, words: Tensor, logits: Tensor) -> tuple[Tensor, float]:
         """Words (B, L) exchanged one by one for likely ones that bring the batch nearer, with the distance then."""
-        likely = logits.topk(min(self.attack.exchanged, logits.shape[-1]), -1).indices
+        likely = logits.topk(min(EXCHANGED, logits.shape[-1]), -1).indices
         tried = torch.cat([likely, torch.arange(likely.shape[-1]).expand_as(likely)], -1)
         inputs = self._inputs(words, self.mask)
         value = float(self._distance([x[self.mask] for x in inputs]))
         places = self.free.nonzero().tolist()
-        for _ in range(self.attack.passes):
+        for _ in range(PASSES):
             before = value
             for b, t in places:
                 if self.deadline.over():

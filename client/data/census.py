@@ -23,11 +23,11 @@ CONTRACTS = {"permanent": 0.68, "fixed term": 0.2, "own business": 0.12}
 COMMUTES = {"car": 0.46, "train": 0.18, "bus": 0.12, "bicycle": 0.13, "on foot": 0.07, "at home": 0.04}
 
 
-def people(seed: int = 1, count: int = COUNT) -> tuple[list[dict[str, float | str]], list[int]]:
+def people() -> tuple[list[dict[str, float | str]], list[int]]:
     """Return each person's cells by column, and the label: 1 for an income above the median."""
-    rng = random.Random(seed)
+    rng = random.Random(1)
     every, incomes = [], []
-    for _ in range(count):
+    for _ in range(COUNT):
         trade = _drawn(rng, {name: share for name, (share, _, _) in TRADES.items()})
         _, wanted, paid = TRADES[trade]
         age = _within(rng.gauss(43, 13), 18, 80)
@@ -42,7 +42,7 @@ def people(seed: int = 1, count: int = COUNT) -> tuple[list[dict[str, float | st
         cells = (age, schooling, hours, savings, trade, contract, _drawn(rng, home), region, _drawn(rng, COMMUTES))
         every.append(dict(zip(NAMES, (*cells, rng.choice(("female", "male"))), strict=True)))
         incomes.append(income)
-    median = sorted(incomes)[count // 2]
+    median = sorted(incomes)[COUNT // 2]
     return every, [int(income > median) for income in incomes]
 
 

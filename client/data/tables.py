@@ -104,14 +104,13 @@ def table(
 
 
 @cache  # each federation of a process reads the same people
-def census(one_hot: OneHot = "plain", seed: int = 1) -> Tabular:
+def census(one_hot: OneHot = "plain") -> Tabular:
     """A made-up census of 4,000 people: ten features, income above or below the median; no file needed.
 
     Args:
         one_hot: as for table.
-        seed: of who these people are.
     """
-    rows, labels = made_up.people(seed)
+    rows, labels = made_up.people()
     features = {
         name: np.array([row[name] for row in rows], np.float64 if name in made_up.NUMERIC else object)
         for name in made_up.NAMES

@@ -209,17 +209,11 @@ def transformer3(
     width: int = 96,
     heads: int = 8,
     hidden: int = 1536,
-    causal: bool = True,
-    learned_positions: bool = False,
     freeze: Sequence[Freeze] = (),
 ) -> LanguageModel:
-    """The three-layer transformer of Decepticons (Fowl et al., 2023) and LTI, untrained: predicts the next token.
-
-    Args:
-        causal: each token sees those before it; the published code leaves the mask out.
-    """
+    """The three-layer transformer of Decepticons (Fowl et al., 2023) and LTI, untrained: predicts the next token."""
     _check_data(task, "next_token", shape, Transformer.positions)
-    net = Transformer(tokenizer.size, layers, width, heads, hidden, causal, learned_positions)
+    net = Transformer(tokenizer.size, layers, width, heads, hidden)
     return LanguageModel(net, task, tokenizer, freeze).eval()
 
 

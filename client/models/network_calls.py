@@ -67,7 +67,7 @@ def call_of(net: nn.Module, tokenizer: Tokenizer, task: Task, positions: int, ta
     Raises:
         ValueError: no call does.
     """
-    causal = task == "next_token" and getattr(net, "causal", True)
+    causal = task == "next_token"
     others = (dict(placed=True), dict(replaced=True), dict(added=False), dict(added=False, replaced=True))
     for call in (NetworkCall(causal), *(NetworkCall(causal, **other) for other in others)):
         try:

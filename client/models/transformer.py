@@ -13,15 +13,11 @@ class Transformer(nn.Module):
 
     positions = 1024
 
-    def __init__(
-        self, vocabulary: int, layers: int, width: int, heads: int, hidden: int, causal: bool, learned: bool
-    ) -> None:
+    def __init__(self, vocabulary: int, layers: int, width: int, heads: int, hidden: int) -> None:
         super().__init__()
         if width % heads or width % 2:
             raise ValueError(f"width must be even and divide among the heads, got {width} and {heads}")
-        self.causal = causal
         self.words = nn.Embedding(vocabulary, width)
-        self.position = nn.Embedding(self.positions, width) if learned else None
         self.blocks = nn.ModuleList(_PostNormBlock(width, heads, hidden) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary)
         for weight in (self.words.weight, self.head.weight):
@@ -43,11 +39,8 @@ class Transformer(nn.Module):
         return SimpleNamespace(logits=self.head(x))
 
     def _placed(self, x: Tensor) -> Tensor:
-        """The positions' vectors (L, width): learned, or sines and cosines."""
+        """The positions' vectors (L, width): sines and cosines."""
         places = torch.arange(x.shape[1], device=x.device)
-        if self.position is not None:
-            learned: Tensor = self.position(places)
-            return learned
         rates = torch.exp(torch.arange(0, x.shape[-1], 2, device=x.device) * (-math.log(1e4) / x.shape[-1]))
         angles = places[:, None] * rates
         return torch.stack([angles.sin(), angles.cos()], -1).flatten(1).to(x.dtype)

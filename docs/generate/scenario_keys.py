@@ -15,7 +15,7 @@ from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.components import spell
 from fedgauge.client.data.batches import split
 from fedgauge.client.inspection.policy import InspectionPolicy
-from fedgauge.client.protocol import CanaryOptions, Protocol, SecureSumOptions, Stragglers
+from fedgauge.client.protocol import CanaryOptions, Protocol, SecureSumOptions
 from fedgauge.server.store.scenario import (
     AuditOptions,
     PrivacyOptions,
@@ -88,7 +88,7 @@ def _top() -> list[Key]:
     return [*protocol.values(), server]
 
 
-_PARTS = ("stragglers", "secure_sum", "loss", "guard", "canaries")
+_PARTS = ("secure_sum", "loss", "guard", "canaries")
 _SPLIT = ("dataset", "clients", "seed")  # of split: given by other parts of the scenario
 _WEIGHTS = "a safetensors checkpoint to start from, BatchNorm's statistics included"
 _ADAPTERS = "small trained parts of a frozen network, each a table `[[model.adapter]]` with `use`"
@@ -107,7 +107,6 @@ TABLES: Mapping[str, Callable[[], list[Key]]] = {
     "loss": lambda: [_use("what clients minimise", '`"cross_entropy"`')],
     "chain": lambda: [_use("the link"), Key("each", bool, "`false`", _EACH)],
     "secure_sum": lambda: _of(SecureSumOptions, threshold="all of it"),
-    "stragglers": lambda: _of(Stragglers),
     "guard": lambda: _of(InspectionPolicy),
     "canaries": lambda: _of(CanaryOptions),
     "strategy": lambda: [_use("the Flower strategy", '`"FedAvg"`')],

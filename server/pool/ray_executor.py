@@ -43,8 +43,8 @@ class RayExecutor:
 
     Args:
         workers: actors on the CPU of this machine, if it is among the devices; a cluster has one on each of its cores.
-        address: "host:port" of a cluster's head, which this machine joins as a node without cores; "auto": the cluster that
-            this machine belongs to already; None: start Ray on this machine, only for this user.
+        address: "host:port" of a cluster's head, which this machine joins as a node without cores; None: start Ray on this
+            machine, only for this user.
         devices: of this machine; of a cluster those of `cluster_devices`.
         precision: of products on GPUs.
 
@@ -189,20 +189,19 @@ class RayExecutor:
 
     def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
         """Connect to a cluster: a driver must run on one of its nodes, so this machine becomes a node without cores."""
-        if address != "auto":
-            command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--address", address, "--block"]
-            command += ["--num-cpus", "0", "--num-gpus", "0", "--disable-usage-stats"]
-            nowhere = subprocess.DEVNULL
-            # Ray ends a driver that loses the cluster's head at once, and then nothing else would end the node
-            dying = die_with_parent if sys.platform == "linux" else None
-            self._node = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, preexec_fn=dying)
+        command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--address", address, "--block"]
+        command += ["--num-cpus", "0", "--num-gpus", "0", "--disable-usage-stats"]
+        nowhere = subprocess.DEVNULL
+        # Ray ends a driver that loses the cluster's head at once, and then nothing else would end the node
+        dying = die_with_parent if sys.platform == "linux" else None
+        self._node = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, preexec_fn=dying)
         deadline = time.monotonic() + JOINING
         while True:
             try:
                 self._ray.init(address=address, **quiet)
                 return
             except ConnectionError as error:
-                refused = self._node is not None and self._node.poll() is not None  # another token or version
+                refused = self._node.poll() is not None  # another token or version
                 if refused or time.monotonic() > deadline:
                     raise ConnectionError(f"no Ray cluster answers at RAY_ADDRESS = {address}: {error}") from error
                 time.sleep(1.0)

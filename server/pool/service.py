@@ -140,14 +140,13 @@ def _replayable(ledger: Ledger, scenario: Scenario) -> tuple[int, int, str] | No
         taped = o["status"] == "accepted" and o["digest"] and not _mixed(scenario, o["round"], o["client"])
         if taped and (o["client"] not in started or not scenario.federation.chain.remembers):
             return o["round"], o["client"], o["digest"]
-        if not scenario.protocol.misses(o["client"], o["round"]):  # otherwise the client did not even start
-            started.add(o["client"])
+        started.add(o["client"])
     return None
 
 
 def _mixed(scenario: Scenario, round: int, client: int) -> bool:
     """Check if a secure sum adds updates computed at different weights; the tape keeps only one of these."""
-    members = scenario.protocol.members(client, round)
+    members = scenario.protocol.group(client)
     for aimed in scenario.server_attack:
         altered = [aimed.targeting.applies_to(round, c) for c in members]
         own = [aimed.server_attack.for_member(place) for place in range(len(members))]

@@ -25,7 +25,7 @@ from fedgauge.client.update import Batch
 from fedgauge.server.pool.assumed_training import MOST_UPDATES, doubt, unchecked
 from fedgauge.server.pool.executors import last_line
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungraded, comparable
+from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungraded
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, by_weights
@@ -61,7 +61,7 @@ def grade(
     source, nodes = TapeSource(scenario.federation, run=run, ledger=ledger), ledger.nodes()
     grader = Auditor(source).grader
     with run.lock("audit"):
-        jobs, tests = comparable(ledger.ungraded(again=True), scenario.protocol), finished_tests(ledger, untested)
+        jobs, tests = ledger.ungraded(again=True), finished_tests(ledger, untested)
         found = {
             key: truth.batch(*key, scenario.federation.shards.dataset, nodes)
             for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))
@@ -69,7 +69,7 @@ def grade(
         if (jobs or tests) and not any(batch is not None and len(batch.y) for batch in found.values()):
             raise SpecError(f"{truth.folder} has no examples of any attacked update")
         size = scenario.federation.shards.batch_size
-        assumed = {job.id: size * len(scenario.protocol.members(job.client, job.round)) for job in jobs}
+        assumed = {job.id: size * len(scenario.protocol.group(job.client)) for job in jobs}
         notes = Counter(_grade(run, ledger, grader, job, found, assumed[job.id]) for job in jobs)
         graded = notes.pop("", 0)
         every = len(jobs) - notes.pop(None, 0)
@@ -125,7 +125,7 @@ def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[in
         for client in (job.client, job.other):
             if client is not None:
                 yield job.round, client
-                yield from ((job.round, member) for member in scenario.protocol.members(client, job.round))
+                yield from ((job.round, member) for member in scenario.protocol.group(client))
 
 
 def _grade(run: Run, ledger: Ledger, grader: Grader, job: Ungraded, found: Found, assumed: int) -> str | None:
@@ -243,7 +243,7 @@ def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest]
     done = 0
 
     def missing(client: int, round: int) -> list[int]:
-        return [m for m in fed.protocol.members(client, round) if (round, m) not in there]
+        return [m for m in fed.protocol.group(client) if (round, m) not in there]
 
     for (name, round), group in groupby(tests, key=lambda test: (test.attack, test.round)):
         here = []

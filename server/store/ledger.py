@@ -28,7 +28,7 @@ class Ledger(JobQueue):
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
 
     def meta(self) -> dict[str, str]:
-        facts = {row["key"]: row["fact"] for row in self._db.execute("SELECT key, value fact FROM meta")}
+        facts = {row["key"]: row["value"] for row in self._db.execute("SELECT key, value FROM meta")}
         if not re.fullmatch(r"\d{1,7}", rounds := facts.get("rounds", "0")):
             raise LedgerError(f"{self.path} is damaged: expected a number of rounds, got {rounds!r:.60}")
         return facts
@@ -76,7 +76,7 @@ class Ledger(JobQueue):
         """Record a round (0: before training) with the test accuracy and loss after it."""
         with self._transaction() as db:
             db.execute(
-                "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?, NULL)",
+                "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?)",
                 (round, accuracy, loss, seconds, intercept_seconds),
             )
 
@@ -103,7 +103,7 @@ class Ledger(JobQueue):
             )
 
     def problems(self) -> list[RecordedProblem]:
-        query = "SELECT code, round at_round, client of_client, words FROM problems ORDER BY rowid LIMIT ?"
+        query = "SELECT code, round, client, words FROM problems ORDER BY rowid LIMIT ?"
         return [RecordedProblem(*row) for row in self._db.execute(query, (_MOST_PROBLEMS,))]
 
     def rewind(self, round: int) -> None:

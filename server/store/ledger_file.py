@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 from urllib.parse import quote
 
-from fedgauge.server.store import run_files, typed_rows
+from fedgauge.server.store import run_files
 from fedgauge.server.store.run_files import LedgerError as LedgerError
 
 APPLICATION = 0x666C656B  # "flek": marks a file as a fedgauge ledger
@@ -17,44 +17,51 @@ PATIENCE = 30.0  # seconds that a connection waits for another one's lock
 _LONGEST = 16 << 20  # bytes of a value or row
 _MOST_BYTES = 1 << 38  # of a ledger
 
-VERSION = 2  # of the schema
-SCHEMA = """
-    CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+MOST = 2**21 - 1  # rounds, clients, examples: the columns that `Scores` packs into one number
+
+VERSION = 3  # of the schema
+# SQLite checks types and bounds at each writing, and of a ledger from elsewhere when it is opened
+_PLACE = f"INTEGER NOT NULL CHECK ({{}} BETWEEN 0 AND {MOST})"
+_ROUND, _CLIENT = f"round {_PLACE.format('round')}", f"client {_PLACE.format('client')}"
+SCHEMA = f"""
+    CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
     CREATE TABLE rounds (
-        round INTEGER PRIMARY KEY, accuracy REAL, loss REAL, seconds REAL, intercept_seconds REAL, metrics TEXT
-    );
+        {_ROUND} PRIMARY KEY, accuracy REAL, loss REAL, seconds REAL, intercept_seconds REAL
+    ) STRICT;
     CREATE TABLE observations (
-        round INTEGER NOT NULL, client INTEGER NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
+        {_ROUND}, {_CLIENT}, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
         examples INTEGER, digest TEXT, alarm INTEGER, suspicion REAL, silent INTEGER,
         PRIMARY KEY (round, client)
-    ) WITHOUT ROWID;
-    CREATE TABLE problems (code TEXT NOT NULL, round INTEGER, client INTEGER, words TEXT NOT NULL);
+    ) STRICT, WITHOUT ROWID;
+    CREATE TABLE problems (
+        code TEXT NOT NULL, round INTEGER CHECK (round BETWEEN 0 AND {MOST}), client INTEGER, words TEXT NOT NULL
+    ) STRICT;
     CREATE TABLE attacks (
         id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE,
         role TEXT NOT NULL CHECK (role IN ('attack', 'baseline', 'limit', 'estimate')), metric TEXT NOT NULL,
         planned TEXT NOT NULL, knowledge TEXT NOT NULL, seed INTEGER NOT NULL, remembers INTEGER NOT NULL DEFAULT 0,
         flat INTEGER NOT NULL DEFAULT 0, training TEXT, grading TEXT
-    );
+    ) STRICT;
     CREATE TABLE numerics (
         id INTEGER PRIMARY KEY, device TEXT NOT NULL, name TEXT NOT NULL, precision TEXT NOT NULL,
         deterministic INTEGER NOT NULL, torch TEXT NOT NULL, driver TEXT NOT NULL
-    );
+    ) STRICT;
     CREATE TABLE jobs (
         id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, attack_id INTEGER NOT NULL REFERENCES attacks(id),
-        round INTEGER NOT NULL, client INTEGER NOT NULL, other INTEGER, wave INTEGER NOT NULL,
-        state TEXT NOT NULL DEFAULT 'queued', attempts INTEGER NOT NULL DEFAULT 0, error TEXT, finished INTEGER, ended REAL,
+        {_ROUND}, {_CLIENT}, other INTEGER CHECK (other BETWEEN 0 AND {MOST}), wave INTEGER NOT NULL,
+        state TEXT NOT NULL DEFAULT 'queued', attempts INTEGER NOT NULL DEFAULT 0, error TEXT, finished INTEGER,
         memory TEXT, graded TEXT, graded_to REAL, numerics_id INTEGER REFERENCES numerics(id)
-    );
+    ) STRICT;
     CREATE INDEX jobs_by_state ON jobs (state, round, attack_id, wave);
-    CREATE INDEX jobs_by_finish ON jobs (finished, ended);
+    CREATE INDEX jobs_by_finish ON jobs (finished);
     CREATE INDEX jobs_to_come ON jobs (attack_id, client, round) WHERE state IN ('queued', 'leased');
     CREATE INDEX jobs_by_memory ON jobs (attack_id, client, round) WHERE memory IS NOT NULL;
     CREATE TABLE scores (
-        job_id INTEGER NOT NULL REFERENCES jobs(id), attack TEXT NOT NULL, client INTEGER NOT NULL,
-        example INTEGER NOT NULL, metric TEXT NOT NULL, round INTEGER NOT NULL, value REAL, status TEXT NOT NULL,
-        seconds REAL NOT NULL,
+        job_id INTEGER NOT NULL REFERENCES jobs(id), attack TEXT NOT NULL, {_CLIENT},
+        example INTEGER NOT NULL CHECK (example BETWEEN -1 AND {MOST}), metric TEXT NOT NULL, {_ROUND}, value REAL,
+        status TEXT NOT NULL, seconds REAL NOT NULL,
         PRIMARY KEY (job_id, attack, client, example, metric)
-    ) WITHOUT ROWID;
+    ) STRICT, WITHOUT ROWID;
     CREATE INDEX scores_by_metric ON scores (metric, attack, round)
 """
 
@@ -87,7 +94,6 @@ class LedgerFile:
             LedgerError: the file is missing, not a ledger, damaged, locked, or of another version.
         """
         self.path, self.readonly = path, readonly
-        self._described: Any = None
         if create and not (path.exists() and path.stat().st_size):
             with closing(sqlite3.connect(path)) as db:
                 db.execute("PRAGMA journal_mode = WAL")
@@ -101,7 +107,7 @@ class LedgerFile:
                 with self.snapshot():
                     self._check()
                 self._db.execute("PRAGMA query_only = ON" if readonly else "PRAGMA synchronous = NORMAL")
-                self._db.row_factory = self._row
+                self._db.row_factory = sqlite3.Row
                 opening.pop_all()
         except (sqlite3.DatabaseError, UnicodeDecodeError, run_files.RefusedFile) as error:
             raise self._unreadable(error) from error
@@ -148,18 +154,6 @@ class LedgerFile:
                 yield
         except sqlite3.DatabaseError as error:
             raise self._unreadable(error) from error
-
-    def _row(self, cursor: Any, row: tuple[Any, ...]) -> sqlite3.Row:
-        return sqlite3.Row(cursor, self._tuple(cursor, row))
-
-    def _tuple(self, cursor: Any, row: tuple[Any, ...]) -> tuple[Any, ...]:
-        if cursor.description is not self._described:  # once for all rows of a query
-            self._described = cursor.description
-            self._columns = typed_rows.columns([column[0] for column in cursor.description])
-        for at, name, kind in self._columns:
-            if not kind.holds(row[at]):
-                raise LedgerError(f"{self.path} is damaged: its {name} cannot be {row[at]!r:.60}")
-        return row
 
     def close(self) -> None:
         self._db.close()

@@ -31,8 +31,7 @@ _READY = (
     " WHERE own.state = 'queued' AND own.round = j.round AND own.attack_id = j.attack_id AND own.wave = j.wave"
     " AND earlier.state IN ('queued', 'leased'))"
 )
-# finished numbers the ended jobs in order; ended: seconds since 1970
-_END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs), ended = (julianday('now') - 2440587.5) * 86400"
+_END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs)"  # numbers the ended jobs in order
 _REREAD = "INSERT INTO meta VALUES (?, '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
 
 
@@ -237,7 +236,7 @@ class JobQueue(LedgerReads):
             # `finished` stays, as readers ask for later jobs
             self._delete_scores(db, ids)
             db.executemany(
-                "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, ended = NULL, graded = NULL, graded_to = NULL,"
+                "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, graded = NULL, graded_to = NULL,"
                 f" memory = NULL, numerics_id = NULL, wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
                 [(wave, i) for i in ids],
             )
@@ -250,11 +249,10 @@ class JobQueue(LedgerReads):
             again: also jobs with grades, and jobs that could not be graded.
         """
         rows = self._db.execute(
-            "SELECT id, (SELECT name FROM attacks WHERE id = attack_id) attack, round, client, other, status, seconds, open FROM"
-            " (SELECT j.*, s.status, s.seconds, EXISTS (SELECT 1 FROM jobs w WHERE w.round = j.round"
-            " AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            "SELECT j.id, a.name attack, j.round, j.client, j.other, s.status, s.seconds, EXISTS (SELECT 1 FROM jobs w"
+            " WHERE w.round = j.round AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
             " JOIN scores s ON s.job_id = j.id AND s.metric = ? WHERE j.state = 'done' AND (j.graded IS NULL OR ?)"
-            " ORDER BY j.round, j.client, a.role = 'baseline', a.id LIMIT -1)",
+            " ORDER BY j.round, j.client, a.role = 'baseline', a.id",
             (OBJECTIVE, again),
         )
         return [Ungraded(**dict(row)) for row in rows]
@@ -289,7 +287,7 @@ class JobQueue(LedgerReads):
         rows = self._db.execute(
             "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.graded IS NULL blind FROM jobs j"
             " JOIN attacks a ON a.id = j.attack_id LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"
-            " WHERE (j.state = 'done' OR j.graded NOTNULL) AND a.metric IN (?, ?) ORDER BY a.id, j.round, j.client LIMIT -1",
+            " WHERE (j.state = 'done' OR j.graded NOTNULL) AND a.metric IN (?, ?) ORDER BY a.id, j.round, j.client",
             (MEMBER, HELD),
         )
         return [FinishedTest(**dict(row)) for row in rows]
@@ -307,9 +305,8 @@ class JobQueue(LedgerReads):
     def graded(self) -> list[sqlite3.Row]:
         """Count finished jobs by grading: attack, reason for a missing grade (NULL: not asked yet), graded_to, number of jobs."""
         return self._db.execute(
-            "SELECT a.name attack, reason, graded_to, jobs FROM (SELECT attack_id, graded reason, graded_to, count(*) jobs"
-            " FROM jobs WHERE state = 'done' GROUP BY attack_id, graded, graded_to) JOIN attacks a ON a.id = attack_id"
-            " ORDER BY a.id, jobs DESC, reason, graded_to"
+            "SELECT a.name attack, graded reason, graded_to, count(*) jobs FROM jobs JOIN attacks a ON a.id = attack_id"
+            " WHERE state = 'done' GROUP BY a.id, graded, graded_to ORDER BY a.id, jobs DESC, reason, graded_to"
         ).fetchall()
 
     def describe(self, part: Literal["knowledge", "training", "grading"], words: Mapping[str, str]) -> None:

@@ -31,20 +31,20 @@ class LedgerReads(LedgerFile):
         """
         if self._modality is not None:
             return self._modality
-        named = self._db.execute("SELECT value fact FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()
+        named = self._db.execute("SELECT value FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()
         if named is None:
             rows = self._db.execute("SELECT DISTINCT metric FROM scores")
             return modality_measured([row["metric"] for row in rows])
         fault: Exception | None = None
-        if (found := modality_stored(named["fact"])) is None:
+        if (found := modality_stored(named["value"])) is None:
             try:
                 self.load_data()
-                found = modality_stored(named["fact"])
+                found = modality_stored(named["value"])
             except (OSError, ValueError) as error:
                 fault = error
         if found is None:
             raise LedgerError(
-                f"{self.path}: no data known here has the metric {named['fact']!r:.60}: {fault}"
+                f"{self.path}: no data known here has the metric {named['value']!r:.60}: {fault}"
             ) from fault
         self._modality = found
         return found
@@ -52,20 +52,17 @@ class LedgerReads(LedgerFile):
     def reasons(self, state: Literal["done", "failed"] = "done") -> list[sqlite3.Row]:
         """Return the reasons of finished (or failed) jobs, the most frequent first: attack, reason, number of jobs."""
         return self._db.execute(
-            "SELECT a.name attack, reason, jobs FROM (SELECT attack_id, error reason, count(*) jobs FROM jobs"
-            " WHERE state = ? AND error IS NOT NULL GROUP BY attack_id, error) JOIN attacks a ON a.id = attack_id"
-            " ORDER BY jobs DESC, a.id, reason",
+            "SELECT a.name attack, error reason, count(*) jobs FROM jobs JOIN attacks a ON a.id = attack_id"
+            " WHERE state = ? AND error IS NOT NULL GROUP BY a.id, error ORDER BY jobs DESC, a.id, reason",
             (state,),
         ).fetchall()
 
     def outcomes(self) -> list[sqlite3.Row]:
         """Count the ended jobs: attack, role, status (an attack's own, or "failed"), number of jobs."""
         return self._db.execute(
-            "SELECT a.name attack, a.role, outcome status, jobs FROM"
-            " (SELECT j.attack_id, coalesce((SELECT min(s.status) FROM scores s"
-            " WHERE s.job_id = j.id AND s.attack = (SELECT name FROM attacks WHERE id = j.attack_id)), j.state) outcome,"
-            " count(*) jobs FROM jobs j WHERE j.state IN ('done', 'failed') GROUP BY j.attack_id, outcome)"
-            " JOIN attacks a ON a.id = attack_id ORDER BY a.id, outcome"
+            "SELECT a.name attack, a.role, count(*) jobs, coalesce((SELECT min(s.status) FROM scores s"
+            " WHERE s.job_id = j.id AND s.attack = a.name), j.state) status FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+            " WHERE j.state IN ('done', 'failed') GROUP BY a.id, 4 ORDER BY a.id, 4"
         ).fetchall()
 
     def fates(self) -> list[sqlite3.Row]:
@@ -85,10 +82,8 @@ class LedgerReads(LedgerFile):
     def numerics(self) -> list[sqlite3.Row]:
         """Return the numerics of attacks: device, name, precision, deterministic, torch, driver, jobs."""
         return self._db.execute(
-            "SELECT n.device, n.name, n.precision, n.deterministic, n.torch, n.driver, jobs FROM"
-            " (SELECT numerics_id, count(*) jobs FROM jobs WHERE attack_id IN (SELECT id FROM attacks"
-            " WHERE role = 'attack') GROUP BY numerics_id)"
-            " JOIN numerics n ON n.id = numerics_id ORDER BY n.device, n.id"
+            "SELECT n.*, count(*) jobs FROM jobs JOIN attacks a ON a.id = attack_id JOIN numerics n ON n.id = numerics_id"
+            " WHERE a.role = 'attack' GROUP BY n.id ORDER BY n.device, n.id"
         ).fetchall()
 
     def rounds(self, since: int = 0) -> list[sqlite3.Row]:
@@ -152,18 +147,18 @@ class LedgerReads(LedgerFile):
         A reconstruction without a grade has one row of status UNGRADED.
         """
         blind = f"EXISTS (SELECT 1 FROM meta WHERE key = 'mode' AND value = '{DEPLOYMENT}')"
-        # NULL, which no row may have, for scores of another attack
-        own = "CASE WHEN s.attack IN (a.name, printf('" + wrong_client("%s") + "', a.name)) THEN s.attack END attack"
-        of = "FROM jobs j JOIN scores s ON s.job_id = j.id LEFT JOIN attacks a ON a.id = j.attack_id"
+        # an attack scores under its own name
+        own = "s.attack IN (a.name, printf('" + wrong_client("%s") + "', a.name))"
+        of = f"FROM jobs j JOIN scores s ON s.job_id = j.id JOIN attacks a ON a.id = j.attack_id AND {own}"
         query = (
-            f"SELECT s.round, s.client, {own}, s.example, s.metric, s.status, s.value"
+            f"SELECT s.round, s.client, s.attack, s.example, s.metric, s.status, s.value"
             f" {of} WHERE j.finished > ?1 AND s.metric != ?2"
-            f" UNION ALL SELECT s.round, s.client, {own}, {WHOLE_BATCH}, ?3, '{UNGRADED}', NULL"
+            f" UNION ALL SELECT s.round, s.client, s.attack, {WHOLE_BATCH}, ?3, '{UNGRADED}', NULL"
             f" {of} WHERE {blind} AND j.finished > ?1 AND s.metric = ?2"
             " AND j.graded IS NULL AND NOT EXISTS (SELECT 1 FROM scores g WHERE g.job_id = j.id AND g.metric != s.metric)"
         )
         rows = self._db.execute(query, (finished, OBJECTIVE, self.modality.main.metric))
-        rows.row_factory = self._tuple
+        rows.row_factory = None
         yield from rows
 
     def size_of(self, round: int, client: int) -> int:

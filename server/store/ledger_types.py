@@ -1,7 +1,7 @@
 """Values in the ledger: participations, leases, progress, score rows."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 from fedgauge.attacks.plan import MOST_ATTACKS, PlannedAttack
 from fedgauge.client.components import SpecError
-from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger_file import LedgerError
 
 DEPLOYMENT = "deployment"  # the run's mode, if it is not a simulation
@@ -127,15 +126,6 @@ class Ungraded(FinishedJob):
     status: str
     seconds: float
     open: int
-
-
-def comparable(jobs: Iterable[Ungraded], protocol: Protocol) -> list[Ungraded]:
-    """Remove the other client of jobs that cannot be graded against it: sums of unequal size."""
-
-    def fits(job: Ungraded) -> bool:
-        return job.other is not None and protocol.alike(job.client, job.other, job.round)
-
-    return [job if fits(job) else replace(job, other=None) for job in jobs]
 
 
 @dataclass(frozen=True)

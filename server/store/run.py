@@ -21,10 +21,9 @@ from fedgauge.client.federation import DATASET
 from fedgauge.client.files import SCRAP
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_file import MOST, LedgerError
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, TapeError, read_tensors, sweep, write_tensors
-from fedgauge.server.store.typed_rows import MOST
 
 ROUNDS = ("tape", "reconstructions", "memories")  # folders whose files are named by their round
 _MOST_RECONSTRUCTED = 1 << 30  # bytes of a reconstruction

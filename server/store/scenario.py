@@ -50,7 +50,7 @@ from fedgauge.defenses.accounting import DELTA, Accountant, NoGuarantee
 from fedgauge.server.store.tape import Keep
 
 _TOP = {
-    "seed", "rounds", "clients", "data", "model", "loss", "chain", "stragglers", "secure_sum", "strategy", "attack", "audit",
+    "seed", "rounds", "clients", "data", "model", "loss", "chain", "secure_sum", "strategy", "attack", "audit",
     "tape", "simulation", "privacy", "server", "server_attack", "guard", "validator", "canaries",
 }  # fmt: skip
 _UNREAD: Mapping[type[Exception], str] = {
@@ -307,18 +307,12 @@ def attack_from(table: Table, base: Path) -> Table:
 
 
 def _with_canaries(protocol: Protocol) -> Table | None:
-    """Return the clients with canaries, and the number of canary examples.
-
-    Raises:
-        SpecError: the secure sums change from round to round.
-    """
-    canaries, together = set(protocol.canary_clients), protocol.secure_sum
+    """Return the clients with canaries, and the number of canary examples."""
+    canaries = set(protocol.canary_clients)
     if not canaries:
         return None
-    if together is not None and together.drawn:
-        raise SpecError("[canaries] need fixed [secure_sum] groups: remove drawn")
     # a sum has the number of its first client that answers
-    clients = [client for group in protocol.groups(1) if canaries.intersection(group) for client in group]
+    clients = [client for group in protocol.groups if canaries.intersection(group) for client in group]
     return {"clients": clients, **({"examples": each} if (each := protocol.canary_examples) else {})}
 
 
@@ -339,7 +333,7 @@ def expected_jobs(scenario: Scenario, done: int, rounds: int | None = None) -> i
     Args:
         rounds: of the run; default: the scenario's.
     """
-    plan, groups = scenario.plan, scenario.protocol.groups(1)
+    plan, groups = scenario.plan, scenario.protocol.groups
     some = max(1, int(len(groups) * scenario.strategy.get("fraction_train", 1.0)))
     seen = [group[0] for group in groups[:some]]
     kinds: dict[bool, list[int]] = {}  # rounds that are attacked alike
@@ -361,12 +355,12 @@ def component_of(text: str) -> Table:
 
 def _check_control_variates(federation: Federation, strategy: Table, tape: TapeOptions) -> None:
     """Refuse settings under which control variates are not SCAFFOLD's, or unknown to the server."""
-    everyone = strategy.get("fraction_train", 1.0) == 1.0 and not federation.protocol.stragglers.probability
+    everyone = strategy.get("fraction_train", 1.0) == 1.0
     plain = strategy.get("use") in ("FedAvg", "flwr.serverapp.strategy:FedAvg")
     if federation.chain.local.remembers and not (plain and everyone and tape.keep == "all"):
         raise SpecError(
             '[[chain]]: scaffold needs the plain average ("FedAvg") of all clients in every round, and all their updates '
-            "recorded: remove fraction_train, [stragglers] and [tape] keep"
+            "recorded: remove fraction_train and [tape] keep"
         )
 
 

@@ -231,7 +231,8 @@ def _check(came: Mapping[str, Tensor], sent: Mapping[str, Tensor], own: Mapping[
     """Check that the arrays are the model's, finite, and were sent in this form."""
     known = _tensors(model)
     if unknown := [k for k in came if k not in known]:
-        raise UploadMismatch(f"[model] has no {_some(unknown)} (it has {_some(list(known))}): name the app's network")
+        has = f"[model] has no {_some(unknown)} (it has {_some(list(known))})"
+        raise UploadMismatch(f"{has}: name the app's network, and upload by its state_dict's names, or without names")
     for name, t in ((name, t) for name, t in came.items() if name in own):
         why = ""
         if t.shape != own[name].shape:

@@ -16,9 +16,8 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord, came_back, wrong_client
-from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import STARTED, UNGRADED, Ungraded, comparable, sanitised
+from fedgauge.server.store.ledger_types import STARTED, UNGRADED, Ungraded, sanitised
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 
@@ -61,14 +60,13 @@ class ClientGrader:
     ledger: Ledger
     grid: Grid
     clients: Mapping[int, int]
-    protocol: Protocol
     timeout: float
     # clients that left a question unanswered: waiting for them in every round would delay all others
     _silent: set[int] = field(default_factory=set)
 
     def ask(self) -> None:
         """Ask for the rounds with all attacks ended; a client that is not connected is asked again later."""
-        self._grade([job for job in self._ungraded() if not job.open], final=False)
+        self._grade([job for job in self.ledger.ungraded() if not job.open], final=False)
 
     def finish(self) -> None:
         """After the last round: wait for a running attack service, at most `timeout` seconds, and ask for the rest."""
@@ -81,10 +79,7 @@ class ClientGrader:
                 break
             self.ask()
             time.sleep(min(0.5, self.timeout))
-        self._grade(self._ungraded(), final=True)
-
-    def _ungraded(self) -> list[Ungraded]:
-        return comparable(self.ledger.ungraded(), self.protocol)
+        self._grade(self.ledger.ungraded(), final=True)
 
     def _grade(self, jobs: Sequence[Ungraded], final: bool) -> None:
         if final:

@@ -72,7 +72,7 @@ class MaliciousStrategy(Wrapper):
 
     def _crafted(self, attack: TargetedServerAttack, round: int, client: int, honest: Params) -> Params:
         # one generator for a whole secure sum: weights that no attack needs to differ must not, as their updates are added
-        (group,) = (group for group in self.protocol.groups(round) if client in group)
+        group = self.protocol.group(client)
         rng = generator(self.protocol.seed, "malice", round, group[0])
         seen = [o for o in self.seen.get(client, []) if attack.targeting.applies_to(o.round, client)]
         name = str(attack.table["use"])
@@ -103,5 +103,5 @@ class MaliciousStrategy(Wrapper):
 
     def counts(self, round: int, client: int) -> bool:
         """Return whether a client's reply (under a secure sum, its group's) is averaged."""
-        altered = [c for c in self.protocol.members(client, round) if c in self._altered]
+        altered = [c for c in self.protocol.group(client) if c in self._altered]
         return all(attack.targeting.aggregate for c in altered if (attack := self.attack_on(round, c)) is not None)

@@ -282,14 +282,14 @@ class CheckedStrategy(Wrapper):
         replies = {reply.client: (reply, message) for reply, message in passed}
         merged: Passed = []
         alone, sent = dict[int, Participation](), dict[int, Params]()
-        for group in protocol.groups(round):
-            present = [client for client in group if client in replies]
-            if reason := _no_sum(protocol, round, group, present):
-                alone |= {client: Participation(client, "rejected", reason) for client in present}
-            elif present:
-                merged.append(self._merged([replies[client] for client in present]))
-                if self._sent.keys() >= set(present):
-                    sent[present[0]] = self._sent[present[0]]
+        for group in protocol.groups:
+            if failed := [client for client in group if client not in replies]:  # an audit recomputes whole sums
+                reason = f"no secure sum: client {failed[0]} sent no update"
+                alone |= {client: Participation(client, "rejected", reason) for client in group if client in replies}
+                continue
+            merged.append(self._merged([replies[client] for client in group]))
+            if self._sent.keys() >= set(group):
+                sent[group[0]] = self._sent[group[0]]
         return sorted(merged, key=lambda pair: pair[0].client), alone, sent
 
     def _merged(self, group: Passed) -> tuple[AcceptedReply, Message]:
@@ -328,15 +328,3 @@ def norm(tensors: Mapping[str, Tensor]) -> float:
     """Euclidean norm over all tensors, in float64, where no float32 overflows."""
     parts = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors.values() if t.is_floating_point()]
     return float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
-
-
-def _no_sum(protocol: Protocol, round: int, group: Sequence[int], present: Sequence[int]) -> str:
-    """Return why a group has no sum although clients answered; empty if it has one."""
-    assert protocol.secure_sum is not None
-    least = protocol.secure_sum.least
-    if 0 < len(present) < least:
-        return f"no secure sum: {len(present)} of its group's {len(group)} clients answered, fewer than the threshold {least}"
-    if present and (failed := sorted(set(protocol.members(group[0], round)) - set(present))):
-        # an audit recomputes who was summed from the scenario, which only knows about stragglers
-        return f"no secure sum: client {failed[0]} failed, and it is not one of the scenario's stragglers"
-    return ""

@@ -1,7 +1,7 @@
-"""The gate: compare measurements of a run, or estimates of a scenario, with thresholds."""
+"""The gate: compare measurements of a run with thresholds."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
@@ -26,10 +26,6 @@ CANARIES: Mapping[str, tuple[str, str]] = {  # the bound, and its assumption
     "canary_epsilon_normal": ("normal", "if the evidence of canaries is normal"),
 }
 WORST = "worst."  # prefix: of the example with the most leakage
-NO_PROOF = (
-    "an estimate within the threshold proves nothing: measure it with fedgauge run, then fedgauge gate, or accept it with "
-    "--accept-estimates"
-)
 
 
 @dataclass(frozen=True)
@@ -53,14 +49,12 @@ class Measurement:
         words: how it was measured, or why it was not.
         conclusive: False if a value within the threshold proves nothing, for the reason in words.
         complete: if every selected update was attacked.
-        estimated: if it rests on assumptions, so that it counts only with --accept-estimates.
     """
 
     value: float | None
     words: str
     conclusive: bool = True
     complete: bool = True
-    estimated: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,25 +105,6 @@ def check_thresholds(thresholds: Sequence[Threshold], modality: type[Modality]) 
             right, wrong, which = ("above", "below", "higher") if above else ("below", "above", "lower")
             remedy = f"write --fail-{right} {threshold.metric}={threshold.bound:g}, not --fail-{wrong}"
             raise SpecError(f"a {which} {threshold.metric} is the worse leak: {remedy}")
-
-
-def judged(
-    thresholds: Iterable[Threshold], measured: Mapping[str, Measurement], otherwise: str, estimates: bool = False
-) -> list[GateResult]:
-    """Pair thresholds with measurements.
-
-    Args:
-        otherwise: the reason for metrics that are not in `measured`.
-        estimates: let an estimate within its threshold pass.
-    """
-    results = []
-    for threshold in thresholds:
-        found = measured.get(threshold.metric, Measurement(None, otherwise))
-        if found.estimated and GateResult(threshold, found).outcome != "failed":
-            why = "accepted, though an estimate is no bound" if estimates else NO_PROOF
-            found = replace(found, words=f"{found.words}; {why}", conclusive=estimates)
-        results.append(GateResult(threshold, found))
-    return results
 
 
 def gate_of_run(reading: RunSnapshot, thresholds: Sequence[Threshold]) -> list[GateResult]:

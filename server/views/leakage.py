@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fedgauge.attacks.base import Role
-from fedgauge.attacks.modality.membership import ANYBODY, HELD, MEMBER, MEMBERSHIP
+from fedgauge.attacks.modality.membership import HELD, MEMBER, MEMBERSHIP
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.server.store.ledger_types import UNGRADED
 from fedgauge.server.views.formatting import counted_words
@@ -27,7 +27,7 @@ class Leak:
         mean, low, high: mean of capped values with its 95 % interval, clustered by client, Wilson's for a rate. None without
             values, or with fewer than two clients for an interval.
         median, best: of uncapped values; best: the one that leaks most.
-        clusters: number of graded clients (for batches of any client: rounds).
+        clusters: number of graded clients.
     """
 
     attack: str
@@ -123,8 +123,7 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
     for status, count in zip(lost.status.tolist(), lost.counts(metric).tolist(), strict=True):
         failed[part.statuses[status]] += count
     ungraded = failed.pop(UNGRADED, 0)
-    clusters = (part.round if metric.startswith(ANYBODY) else part.client)[graded]
-    values, raw = averaged[graded], part.value[graded]
+    clusters, values, raw = part.client[graded], averaged[graded], part.value[graded]
     low, high = clustered_interval(values, clusters, whole=MEASURED[metric].whole) or (None, None)
     some = len(values) > 0
     if some and MEASURED[metric].rate:

@@ -71,7 +71,7 @@ def rounds_seen(protocol: Protocol, replies: Iterable[tuple[int, int]]) -> dict[
     """
     seen: dict[int, set[int]] = {}
     for round, client in replies:
-        for member in {client, *protocol.members(client, round)}:
+        for member in {client, *protocol.group(client)}:
             seen.setdefault(member, set()).add(round)
     return seen
 

@@ -1,9 +1,8 @@
 """Planned and attacked updates, counted once for verdict, gate, terminal, page and report."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 from fedgauge.attacks.plan import AttackPlan
@@ -85,7 +84,8 @@ def plan_coverage(ledger: Ledger, tables: Mapping[str, Any], training: bool) -> 
     attack = next((p for p in planned.values() if p.role == "attack"), None)
     if attack is None:
         return PlanCoverage()
-    plan, group_of = replace(selection(tables), attacks=tuple(planned.values())), _groups(tables)
+    plan = replace(selection(tables), attacks=tuple(planned.values()))
+    protocol = Protocol.from_tables(tables) if "secure_sum" in tables else None
     observed = ledger.last_observed()
     last = observed if training else max(observed, int(ledger.meta().get("rounds") or tables["rounds"]))
     if ledger.foreign:  # an app numbers its rounds itself
@@ -106,7 +106,7 @@ def plan_coverage(ledger: Ledger, tables: Mapping[str, Any], training: bool) -> 
             accepted.add(round)
         if not plan.targets(round, [client], attack):
             continue
-        update = round, group_of(round).get(client, client)
+        update = round, protocol.group(client)[0] if protocol else client
         if update in updates:  # one update a secure sum
             continue
         updates.add(update)
@@ -122,11 +122,3 @@ def plan_coverage(ledger: Ledger, tables: Mapping[str, Any], training: bool) -> 
             missed[NO_JOB if o["digest"] else LOST] += 1
     never = sorted(round for round in rounds - attacked if round in chosen or round not in accepted)
     return PlanCoverage(len(updates), missed, len(rounds), tuple(never))
-
-
-def _groups(tables: Mapping[str, Any]) -> Callable[[int], Mapping[int, int]]:
-    """Map each client to the first client of its secure sum, by round; empty without one."""
-    if "secure_sum" not in tables:
-        return lambda round: {}
-    protocol = Protocol.from_tables(tables)
-    return cache(lambda round: {client: group[0] for group in protocol.groups(round) for client in group})

@@ -90,19 +90,16 @@ class CanaryEstimate:
     """Epsilon for all of a client's data, estimated from the canaries' updates.
 
     The statistic of a canary is its cosine with each of its updates in standard deviations of chance, summed over rounds and
-    divided by the root of their number. It is N(mean, deviation^2), and N(-mean, deviation^2) for the opposite direction.
+    divided by the root of their number. It is N(mean, 1), and N(-mean, 1) for the opposite direction.
 
     Args:
         releases: largest number of updates of a canary.
-        seen: with a known deviation of 1.
-        measured: with the deviation among the canaries.
         accounted: epsilon of as many releases; None: none holds.
     """
 
     canaries: int
     releases: int
     seen: Estimate
-    measured: Estimate
     accounted: float | None
 
 
@@ -113,27 +110,20 @@ def canary_estimate(scores: Scores, delta: float, accounted: Callable[[int], flo
         accounted: the epsilon of a number of releases.
     """
     rows = _measured(scores, CANARY)
-    _, own, count = np.unique(rows.example, return_inverse=True, return_counts=True)
+    _, count = np.unique(rows.example, return_counts=True)
     if len(count) < 2:
         return None
-    root, releases = np.sqrt(count), int(count.max())
-    mean = float(rows.value.mean() * math.sqrt(releases))
-    deviation = float(np.std(np.bincount(own, rows.value) / root - rows.value.mean() * root, ddof=1))
-    known = _interval(mean, math.sqrt(releases / len(rows)), delta)
-    ratio = mean / deviation if deviation > 0 else 0.0
-    spread = math.sqrt(releases / len(rows) + ratio**2 / (2 * (len(count) - 1)))
-    return CanaryEstimate(len(count), releases, known, _interval(ratio, spread, delta), accounted(releases))
+    releases = int(count.max())
+    mean, error = float(rows.value.mean() * math.sqrt(releases)), math.sqrt(releases / len(rows))
+    # the epsilon between N(mean, 1) and N(-mean, 1), with the interval that the mean's error gives
+    ends = (mean, mean - NORMAL_95 * error, mean + NORMAL_95 * error)
+    seen = Estimate(*(gaussian_epsilon(2 * max(0.0, end), delta) for end in ends))
+    return CanaryEstimate(len(count), releases, seen, accounted(releases))
 
 
 def _measured(scores: Scores, metric: str) -> Scores:
     rows = scores.where(scores.named(metric) & np.isfinite(scores.value))
     return replace(rows, value=np.clip(rows.value, -MOST, MOST))
-
-
-def _interval(mean: float, error: float, delta: float) -> Estimate:
-    """Return the epsilon between N(mean, 1) and N(-mean, 1), with the interval that the mean's error gives."""
-    ends = (mean, mean - NORMAL_95 * error, mean + NORMAL_95 * error)
-    return Estimate(*(gaussian_epsilon(2 * max(0.0, end), delta) for end in ends))
 
 
 @dataclass(frozen=True)
@@ -212,8 +202,7 @@ def _accounted(reading: RunSnapshot, releases: int) -> float | None:
 def canary_words(last: CanaryEstimate, delta: float) -> str:
     words = (
         f"{last.canaries} canaries sent a fixed random direction in place of an update, at most {many(last.releases, 'time')} "
-        f"each. Their cosines show an epsilon of {last.seen} for all of a client's data at delta {delta:g}; with the spread "
-        f"measured, {last.measured}. "
+        f"each. Their cosines show an epsilon of {last.seen} for all of a client's data at delta {delta:g}. "
     )
     above = last.accounted is not None and math.isfinite(last.seen.low) and last.seen.low > last.accounted
     return words + _beside(last.accounted, above)

@@ -32,7 +32,7 @@ def server_attack_effects(reading: RunSnapshot) -> dict[str, str]:
 
 def _altered_clients(scenario: Scenario, round: int, client: int) -> list[int]:
     """Return the clients of one reply (several under a secure sum) with altered weights."""
-    members = scenario.protocol.members(client, round)
+    members = scenario.protocol.group(client)
     return [c for c in members if any(aimed.targeting.applies_to(round, c) for aimed in scenario.server_attack)]
 
 

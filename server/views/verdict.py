@@ -231,8 +231,9 @@ def _of_examples(reading: RunSnapshot) -> Verdict:
     elif strongest.leaks:
         how = "reconstructions identify more of them than by chance, but are not shown to be closer than a guess"
         word, words = "leaks", f"{subject} {by.private}s leak in part: {how}: {numbers}."
-    elif doubt or strongest.clusters < 2:
-        why = doubt or f"the {by.private}s of one {_unit(reading)} are too few to distinguish a leak from luck"
+    elif doubt or strongest.clusters < (3 if strongest.mean > 0 else 2):  # two clients' interval is wide beyond use
+        clients = many(strongest.clusters, _unit(reading))
+        why = doubt or f"the {by.private}s of {clients} are too few to distinguish a leak from luck"
         words = f"Nothing can be said about reconstruction: {why}: {numbers}."
     else:
         word = "not shown to leak"

@@ -5,7 +5,7 @@ attacks that need no search on updates behind the whole chain, and computes the 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,9 +18,8 @@ from fedgauge.attacks.gaussian_prior import class_means, public_priors
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import bayes_limit, noise_is_known
 from fedgauge.attacks.membership.gradients import CandidateGradients
-from fedgauge.attacks.membership.limit import area, detectability, power
+from fedgauge.attacks.membership.limit import detectability, power
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
-from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.plan import PlannedAttack, modalities_of
 from fedgauge.attacks.source import PublicSource
@@ -34,8 +33,7 @@ from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.formatting import decibel, finite, in_unit, percent
-from fedgauge.server.views.gate import EPSILON, Measurement
+from fedgauge.server.views.formatting import decibel, in_unit, percent
 
 SIMULATED = 8  # clients, with batches of auxiliary images
 LAYER_BY_LAYER = "recursive"
@@ -43,9 +41,6 @@ SOLVED = 2  # of them layer by layer: 3 to 4 CPU seconds each for a LeNet
 STRONG = 8.0  # epsilon of a record, up to which the guarantee means something
 FAINT = 0.05  # true positives at 1 % false positives, up to which membership hardly shows
 TESTED = 512  # auxiliary images on which the mean image is measured
-MEASURE = "measure it with fedgauge run, then fedgauge gate"
-NO_SEARCH = f"without noise of a known density a search may reach more: {MEASURE}"
-NOT_BEFORE_TRAINING = f"not estimated before training, or not for such a chain; {MEASURE}"
 Severity = Literal["leaks", "weak", "unknown", "note", "holds"]
 _STYLES = dict(leaks="bold red", weak="yellow", unknown="yellow", note="", holds="green")
 
@@ -59,23 +54,14 @@ class Finding:
     change: str = ""
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """All findings, the worst first, and what was measured of each metric, for a gate."""
-
-    findings: tuple[Finding, ...]
-    measured: Mapping[str, Measurement]
-
-
 def closed_forms(scenario: Scenario) -> list[Finding]:
     """Examine only what attacks without a search read, in seconds; each layer's open dimensions are named."""
     return list(_Probe(scenario).closed_forms())
 
 
-def preflight(scenario: Scenario) -> Preflight:
-    """Examine a checked scenario; this takes some seconds."""
-    probe = _Probe(scenario)
-    return Preflight(tuple(sorted(probe.findings(), key=lambda f: list(_STYLES).index(f.severity))), probe.measured)
+def preflight(scenario: Scenario) -> list[Finding]:
+    """Examine a checked scenario, which takes some seconds; the worst findings come first."""
+    return sorted(_Probe(scenario).findings(), key=lambda f: list(_STYLES).index(f.severity))
 
 
 class _Probe:
@@ -84,7 +70,7 @@ class _Probe:
         self.source = PublicSource(self.fed, count=SIMULATED)
         self.auditor, self.size = Auditor(self.source, scenario.plan.seed), self.source.size
         self.batches, self.wave, self.params = self.source.batches, self.source.all, self.source.all.params
-        self.measured: dict[str, Measurement] = {}
+        self.exact = False  # a closed form reads examples exactly
 
     def findings(self) -> Iterator[Finding]:
         model = self.fed.model
@@ -157,10 +143,8 @@ class _Probe:
             if use == LAYER_BY_LAYER:
                 yield Finding("note", f"{use} cannot solve the network layer by layer{open_}")
             return
-        mean, before = sum(values) / len(values), self.measured.get(main.metric)
-        if before is None or (before.value or 0) < mean:
-            words = f"at least, as {use} on {len(values)} simulated clients; {NO_SEARCH}"
-            self.measured[main.metric] = Measurement(mean, words, conclusive=False)
+        mean = sum(values) / len(values)
+        self.exact |= mean >= PSNR_CAP
         if exact := sum(map(main.came_back_whole, values)):
             words = f"{where} holds the {main.private}: read off {exact} of {len(values)} simulated clients ({use}, no search)"
             change = "" if use == LAYER_BY_LAYER else "a convolution before it, "
@@ -193,8 +177,6 @@ class _Probe:
             words = f"labels ({kind.noun}) are restored from the classifier's gradient: {means}"
             return Finding("leaks", words) if means else None
         share, chance = sum(right) / len(right), 1 / self.fed.shards.dataset.classes
-        where = f"read off the updates of {len(right)} simulated clients at the untrained weights"
-        self.measured["label_accuracy"] = Measurement(share, where, estimated=True)
         words = f"labels: {percent(share)} are read off the classifier's gradient (chance: {percent(chance)})"
         return Finding("leaks" if share > 0.9 else "weak" if share > 3 * chance else "note", words)
 
@@ -219,8 +201,9 @@ class _Probe:
         floor = in_db(float((guess - some.x).square().mean()))
         guessing = f"guessing the mean image{' of each class' if classes else ''} gets {decibel(floor)} dB"
         if not noise_is_known(self.fed):
-            whole = (self.measured["psnr"].value or 0) >= PSNR_CAP if "psnr" in self.measured else False
-            nothing = "a closed form reads examples exactly" if whole else "the chain has no noise of a known density"
+            nothing = (
+                "a closed form reads examples exactly" if self.exact else "the chain has no noise of a known density"
+            )
             words = f"no limit: {nothing}; {guessing}"
             return Finding("weak", words, "noise of a known density (gaussian, dp_sgd)")
         known = self.auditor.knowledge(PlannedAttack("limit", {"use": "idlg"}))
@@ -229,10 +212,6 @@ class _Probe:
             limit = in_db(bayes_limit(known, self.params, priors, rng))
         except ValueError as error:
             return Finding("note", f"no limit: {error}")
-        reached = self.measured.get("psnr", Measurement(None, "")).value
-        words = "the limit of one round, an estimate for Gaussian images, or what is reached without any search, if that is more"
-        value = limit if reached is None else min(PSNR_CAP, max(limit, reached))
-        self.measured["psnr"] = Measurement(value, words, estimated=True)
         words = (
             f"limit of one round, an estimate for Gaussian images: {decibel(limit)} dB as the PSNR of the mean error"
         )
@@ -245,8 +224,6 @@ class _Probe:
         known, shards = self.auditor.knowledge(PlannedAttack("limit", {"use": "membership"})), self.fed.shards
         density = known.chain.update_distribution
         if density is not None and not density.noisy:
-            words = "no noise hides batch membership from an attacker who knows the rest of the batch"
-            self.measured[MEMBER] = Measurement(1.0, words)
             words = "who was in a batch: no noise hides it, as an update moves with each example's gradient"
             return Finding("weak", words, 'noise; measure it with [[attack]] use = "membership"')
         some = Batch(*(t[:SIMULATED] for t in self.source.auxiliary))
@@ -256,10 +233,6 @@ class _Probe:
             return Finding("unknown", f"who was in a batch: {error}")
         times = max(1.0, self.fed.protocol.rounds * shards.batch_size / min(map(len, shards.indices)))
         once, often = (percent(power(0.01, math.sqrt(n) * mu)) for n in (1, times))
-        words = (
-            "the area under the ROC curve after all rounds, for the median simulated client at the untrained weights"
-        )
-        self.measured[MEMBER] = Measurement(area(math.sqrt(times) * mu), words, estimated=True)
         words = (
             "who was in a batch: an attacker who knows the others detects half of the members with a probability of "
             f"{once} or more at 1 % false positives, {often} after all rounds"
@@ -272,7 +245,6 @@ class _Probe:
         rounds = dict.fromkeys(range(self.fed.protocol.clients), self.fed.protocol.rounds)
         statement = privacy_statement(self.fed, rounds, self.scenario.privacy.delta)
         words = f"if every client takes part in every round: {statement.words}"
-        self.measured[EPSILON] = Measurement(finite(statement.record), words)
         if statement.record is None:  # neither a leak nor a guarantee
             return Finding("note", statement.words)
         if statement.record <= STRONG:
@@ -287,9 +259,9 @@ def _fed(batch: Batch, pad: int) -> Tensor:
     return batch.x[:, :-1][batch.x[:, 1:] != pad]
 
 
-def show(result: Preflight, console: Console) -> None:
+def show(found: Iterable[Finding], console: Console) -> None:
     findings = Table(box=None, show_header=False, padding=(0, 1))
-    for finding in result.findings:
+    for finding in found:
         findings.add_row(Text(finding.severity, style=_STYLES[finding.severity]), finding.words)
         if finding.change:
             findings.add_row("", Text(f"change: {finding.change}", style="dim"))

@@ -173,7 +173,7 @@ def _check_step(scenario: Scenario) -> Iterator[CheckResult]:
     protocol = scenario.protocol
 
     def step() -> Found:
-        seen = FederationSource(Federation(protocol)).seen(protocol.groups(1)[0][0])
+        seen = FederationSource(Federation(protocol)).seen(0)
         result = replay(Federation(protocol), seen)
         message = (
             f"replay check: cosine {result.cosine:.7f}, relative error {result.relative_error:.1e}: {result.verdict}"

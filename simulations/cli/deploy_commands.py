@@ -10,7 +10,7 @@ from rich.console import Console
 from fedgauge.simulations.cli.options import Command, Commands, flag, path, positive, several, tell
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.log import Log
-from fedgauge.simulations.run.exit_status import FAILED, exit_status
+from fedgauge.simulations.run.exit_status import FAILED
 
 
 def add_to(commands: Commands) -> None:
@@ -92,7 +92,6 @@ def up(options: argparse.Namespace) -> int:
     with Interrupt().caught() as interrupt:
         try:
             run, ended = start_here(deployment, Console(stderr=True), interrupt, options.log, options.new)
-            ended = ended or exit_status(run)
         except TrainingFailed as error:
             tell(error)
             run = next(iter(deployment.runs()[-1:]), None)

@@ -112,17 +112,11 @@ def chosen_thresholds(options: argparse.Namespace) -> list[Threshold]:
     return found
 
 
-def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of: Path, quiet: bool = False) -> int:
-    """Write the files that were asked for, print a line for each threshold, and return the exit status.
-
-    Args:
-        of: the scenario, or the run's folder.
-        quiet: print nothing, as standard output holds JSON.
-    """
+def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of: Path) -> int:
+    """Write the file that was asked for, print a line for each threshold, and return the exit status."""
     if options.junit:
         write_junit(results, of.name, options.junit)
-    if not quiet:
-        print(*gate_lines(results), sep="\n", end="\n" if results else "")
+    print(*gate_lines(results), sep="\n")
     return gate_status(results)
 
 

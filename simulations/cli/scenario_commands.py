@@ -17,7 +17,7 @@ from fedgauge.client import toml_text
 from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.cli.options import Commands, add_gate, add_settings, flag, path, refuse
+from fedgauge.simulations.cli.options import Commands, add_settings, flag, path, refuse
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 QUICKSTARTS = {"images": "quickstart.toml", "text": "quickstart-text.toml", "tables": "quickstart-table.toml"}
@@ -34,8 +34,6 @@ def add_to(commands: Commands) -> None:
     path(estimate, "scenario", "SCENARIO.toml")
     add_settings(estimate)
     flag(estimate, "--json", "print one JSON object instead of tables")
-    add_gate(estimate)
-    flag(estimate, "--accept-estimates", "let an estimate within its threshold pass, although an attack may reach more")
     examined = commands.add(doctor, with_run=False)
     text = "a scenario, or a client's own file; default: this machine"
     path(examined, "scenario", "SCENARIO.toml|CLIENT.toml", text, nargs="?")
@@ -74,25 +72,18 @@ def schema(options: argparse.Namespace) -> int:
 
 
 def preflight(options: argparse.Namespace) -> int:
-    from fedgauge.attacks.modality.registry import modality_of
-    from fedgauge.server.views.gate import check_thresholds, judged
-    from fedgauge.simulations.checks.preflight import NOT_BEFORE_TRAINING, show
     from fedgauge.simulations.checks.preflight import preflight as examine
+    from fedgauge.simulations.checks.preflight import show
     from fedgauge.simulations.checks.scenario_check import refuse_misfit
-    from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
-    from fedgauge.simulations.reports.gate_output import gate_tables
 
-    thresholds = chosen_thresholds(options)
     scenario = Scenario.load(options.scenario, options.set)
-    check_thresholds(thresholds, type(modality_of(scenario.federation.shards.dataset)))
     refuse_misfit(scenario.federation, str(options.scenario))
-    result = examine(scenario)
-    judgement = judged(thresholds, result.measured, NOT_BEFORE_TRAINING, options.accept_estimates)
+    found = examine(scenario)
     if options.json:
-        print(json.dumps({**asdict(result), "gate": gate_tables(judgement)}, indent=1, allow_nan=False))
+        print(json.dumps({"findings": [asdict(finding) for finding in found]}, indent=1))
     else:
-        show(result, Console(markup=False, width=None if sys.stdout.isatty() else 132))
-    return conclude_gate(options, judgement, options.scenario, quiet=options.json)
+        show(found, Console(markup=False, width=None if sys.stdout.isatty() else 132))
+    return 0
 
 
 def doctor(options: argparse.Namespace) -> int:

@@ -3,37 +3,109 @@
 import json
 import os
 import shlex
+import shutil
 import signal
+import subprocess
+import tempfile
 import time
-from contextlib import closing, suppress
+import uuid
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 
 from rich.console import Console
 
-from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import EMPTY
+from fedgauge.client.files import replacing
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.supervisor import FACTS, LocalDeployment
-from fedgauge.simulations.deploy.train import not_attacked
+from fedgauge.simulations.deploy.services import Addresses, link, services
+from fedgauge.simulations.deploy.submission import PATIENCE
+from fedgauge.simulations.deploy.train import register, start
 from fedgauge.simulations.live.log import Log
-from fedgauge.simulations.live.view import View, view_of
+from fedgauge.simulations.live.view import view_of
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.exit_status import INTERRUPTED
 from fedgauge.simulations.run.launch import TrainingFailed
 from fedgauge.simulations.run.simulate import POLL, Interrupt
 
+FACTS = "up.json"  # a local start's file for `down`
+
+
+class LocalDeployment:
+    """The processes of a deployment on this machine's loopback address, with the commands of docker-compose.yml.
+
+    Ray's cluster is none of them: its nodes would listen on every interface. The attack service starts a Ray of its own.
+    """
+
+    def __init__(self, deployment: Deployment, run: str) -> None:
+        self.deployment = deployment
+        self.addresses = Addresses.local(str(deployment.folder.resolve()), run, deployment.clients)
+        self.commands = services(self.addresses, deployment.clients)
+        self.mark = uuid.uuid4().hex
+        self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))  # short: Ray's sockets live below it
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def close(self) -> None:
+        """End every process, whatever it does."""
+        with ExitStack() as cleanup:  # each is ended, even if ending another one fails
+            cleanup.callback(shutil.rmtree, self.scratch, ignore_errors=True)
+            cleanup.callback(processes.sweep, self.mark)
+            for child in self.children.values():
+                cleanup.callback(processes.end, child)
+            for child in self.children.values():  # all at once, as some take seconds to end
+                if child.poll() is None:
+                    child.terminate()
+
+    def begin(self, name: str) -> None:
+        log = self.deployment.log(name)
+        self.children[name] = processes.start(self.commands[name], log, self._environment(name))
+        facts = {"mark": self.mark, "pids": {service: child.pid for service, child in self.children.items()}}
+        with replacing(self.deployment.folder / FACTS) as file:
+            file.write(json.dumps(facts).encode())
+
+    def listen(self) -> None:
+        """Start the SuperLink, and register the clients' keys."""
+        self.begin("superlink")
+        deadline = time.monotonic() + PATIENCE
+        while not processes.listens(self.addresses.superlink[1]):
+            if self.status("superlink") is not None or time.monotonic() > deadline:
+                raise TrainingFailed(self.blame("superlink", "it did not start"))
+            time.sleep(0.1)
+        register(self.deployment, link(self.addresses))
+
+    def check(self, *names: str) -> None:
+        """Check that these services have not failed.
+
+        Raises:
+            TrainingFailed: one of them has.
+        """
+        for name in names:
+            if status := self.status(name):
+                raise TrainingFailed(self.blame(name, f"exit status {status}"))
+
+    def status(self, name: str) -> int | None:
+        """A service's exit status, or None while it works."""
+        return self.children[name].poll()
+
+    def blame(self, name: str, what: str) -> str:
+        return launch.with_ends(f"the deployment failed: {name}: {what}", self.deployment.log(name))
+
+    def _environment(self, name: str) -> dict[str, str]:
+        home = self.scratch / name
+        home.mkdir(exist_ok=True)
+        return launch.child_environment(self.scratch, self.mark) | {"FLWR_HOME": str(home)}
+
 
 def up(
     deployment: Deployment, console: Console, interrupt: Interrupt, log: Log = "auto", new: bool = False
 ) -> tuple[Run, int]:
-    """Start every process here, let the run be trained and attacked, and end them; returns the run and its exit status.
+    """Start every process here, train and attack the run, and end them; returns the run and its exit status.
 
     Args:
         new: start another run, even if the last one is unfinished.
 
     Raises:
-        TrainingFailed: the federation or a service failed.
+        TrainingFailed: the federation failed, or a service without which it cannot go on.
         RunBusy: the deployment is already up.
         SpecError, LedgerError: the last run cannot be continued.
     """
@@ -41,20 +113,40 @@ def up(
         run, resumed = deployment.begin(deployment.next_run(new), here=True)
         if resumed:
             _check_resumable(deployment, run)
+        scenario = run.scenario()
         with (
             closing(LocalDeployment(deployment, run.name)) as local,
-            view_of(run, console, log, run.scenario()).shown() as view,
+            view_of(run, console, log, scenario).shown() as view,
         ):
             view.note = f"waiting for the SuperLink and {deployment.clients} SuperNodes"
             if resumed:
                 view.say(f"fedgauge: {run.name} continues where it stopped")
-            _start_all(local, run, interrupt)
-            if interrupt.asked and "start" not in local.children:
-                return run, INTERRUPTED
+
+            def look_on() -> None:
+                view.update()
+                if scenario.audit.curious and "attack" not in local.children and run.at_work("training"):
+                    local.begin("attack")
+                if not interrupt.asked:  # a client may die, and the attack service while the clients train
+                    local.check("superlink", "serverapp")
+                    if "attack" in local.children and run.model.exists():
+                        local.check("attack")
+
+            local.listen()
+            for name in ("serverapp", "dashboard", *(name for name in local.commands if name.startswith("supernode"))):
+                local.begin(name)
             view.say(
                 f"fedgauge: watch it at http://127.0.0.1:{local.addresses.dashboard}/ (its token: secrets/dashboard)"
             )
-            ended = _follow(local, run, view, interrupt)
+            ended = (
+                INTERRUPTED
+                if interrupt.asked
+                else start(deployment, link(local.addresses), run.name, interrupt, look_on)
+            )
+            if interrupt.asked and (service := local.children.get("attack")):
+                service.terminate()  # it finishes the attacks in flight
+                while service.poll() is None:
+                    view.update()
+                    time.sleep(POLL)
             view.say("fedgauge: ending the services")
             return run, ended
 
@@ -68,59 +160,6 @@ def _check_resumable(deployment: Deployment, run: Run) -> None:
         raise NotResumable(f"{error}. Start another run with: {command}") from error
     except RunBusy:  # leftovers of a killed start end within a minute; `start` checks again once all services are up
         return
-
-
-def _start_all(local: LocalDeployment, run: Run, interrupt: Interrupt) -> None:
-    local.listen()
-    local.finish("register")
-    after = [name for name in local.services if name not in ("superlink", "register", "attack")]
-    for name in after:
-        if not interrupt.asked:
-            local.begin(name)
-    while not interrupt.asked and not run.at_work("training") and local.status("start") is None:
-        time.sleep(POLL)
-    if not interrupt.asked and run.scenario().audit.curious:
-        local.begin("attack")
-
-
-def _follow(local: LocalDeployment, run: Run, view: View, interrupt: Interrupt) -> int:
-    """Supervise the services until the run has ended; returns INTERRUPTED or 0."""
-    ledger = view.reading.ledger
-    status = _await_end(local, "start", view, interrupt)
-    # after a complete training it ends when the queue is empty, after an interrupt with the attacks in flight
-    if "attack" in local.children and (interrupt.asked or run.model.exists()):
-        _await_end(local, "attack", view, interrupt)
-    if interrupt.asked:
-        return INTERRUPTED
-    meta = ledger.meta()
-    if meta.get("state") != "trained":
-        raise TrainingFailed(_why(local, ledger, status))
-    if (left := ledger.progress().waiting) and meta.get("replay") != "mismatch":
-        raise TrainingFailed(local.blame("attack", not_attacked(run, left)))
-    return 0
-
-
-def _await_end(local: LocalDeployment, name: str, view: View, interrupt: Interrupt) -> int:
-    """Supervise the services until this one has ended; an interrupt signals it."""
-    signalled = False
-    while (status := local.status(name)) is None:
-        view.update()
-        if not interrupt.asked:
-            local.poll()
-        elif not signalled:
-            signalled = True
-            local.children[name].send_signal(signal.SIGTERM)
-        time.sleep(POLL)
-    return status
-
-
-def _why(local: LocalDeployment, ledger: Ledger, status: int) -> str:
-    """Return the cause of a failed training: no update, a dead SuperLink, or the message of `start`."""
-    if ledger.meta().get("state") == "failed" and (why := ledger.meta().get(EMPTY)):
-        return why
-    if local.deaths.get("superlink") or local.status("superlink") is not None:
-        return launch.with_ends("the SuperLink died, and the training with it", local.deployment.log("superlink"))
-    return local.blame("start", f"exit status {status}")
 
 
 def down(deployment: Deployment) -> list[int]:

@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from fedgauge.simulations.run.processes import free_port
 
-Restart = Literal["no", "on-failure", "unless-stopped"]
 LOOPBACK = "127.0.0.1"
 
 
@@ -36,17 +34,9 @@ class Addresses:
         return cls(folder, run, LOOPBACK, (LOOPBACK, free_port()), free_port(), ports)
 
 
-@dataclass(frozen=True)
-class Service:
-    """One process: its command, and whether it is restarted when it ends."""
-
-    command: tuple[str, ...]
-    restart: Restart = "unless-stopped"
-
-
-def services(addresses: Addresses, clients: int) -> dict[str, Service]:
-    """Every service of a deployment by name; each comes after the services that it needs."""
-    folder, runs, link = addresses.folder, f"{addresses.folder}/runs", _link(addresses)
+def services(addresses: Addresses, clients: int) -> dict[str, tuple[str, ...]]:
+    """The command of each service of a deployment; each comes after the services that it needs."""
+    folder, runs, at = addresses.folder, f"{addresses.folder}/runs", link(addresses)
     secret = ("--superexec-auth-secret-file", f"{folder}/secrets/superexec")
     superlink = (  # its database is a file, so that it still knows the registered nodes after a restart
         *("flower-superlink", "--host", addresses.bind, "--port", str(addresses.superlink[1])),
@@ -54,18 +44,16 @@ def services(addresses: Addresses, clients: int) -> dict[str, Service]:
         *("--ssl-keyfile", f"{folder}/tls/server.key", "--enable-supernode-auth", "--isolation", "process"),
         *(*secret, "--database", f"{folder}/link/superlink.db"),
     )
-    serverapp = ("flower-superexec", "--runtime-api-address", link, "--root-certificates", f"{folder}/tls/ca.crt")
-    register = ("fedgauge", "deploy", "register", folder, "--superlink", link)
-    start = ("fedgauge", "deploy", "start", folder, "--superlink", link, "--name", addresses.run)
+    serverapp = ("flower-superexec", "--runtime-api-address", at, "--root-certificates", f"{folder}/tls/ca.crt")
     place = ("--host", addresses.bind, "--port", str(addresses.dashboard))
     return {
-        "superlink": Service(superlink),
-        "serverapp": Service((*serverapp, *secret)),
-        "register": Service(register, "no"),
-        **{f"supernode-{k}": Service(supernode(addresses, k)) for k in range(clients)},
-        "start": Service(start, "no"),
-        "attack": Service(("fedgauge", "audit", f"{runs}/{addresses.run}", "--follow"), "on-failure"),
-        "dashboard": Service(("fedgauge", "watch", runs, *place, "--token-file", f"{folder}/secrets/dashboard")),
+        "superlink": superlink,
+        "serverapp": (*serverapp, *secret),
+        "register": ("fedgauge", "deploy", "register", folder, "--superlink", at),
+        **{f"supernode-{k}": supernode(addresses, k) for k in range(clients)},
+        "start": ("fedgauge", "deploy", "start", folder, "--superlink", at, "--name", addresses.run),
+        "attack": ("fedgauge", "audit", f"{runs}/{addresses.run}", "--follow"),
+        "dashboard": ("fedgauge", "watch", runs, *place, "--token-file", f"{folder}/secrets/dashboard"),
     }
 
 
@@ -73,12 +61,13 @@ def supernode(addresses: Addresses, client: int) -> tuple[str, ...]:
     """A client's SuperNode, authenticated by its key, with its owner's file."""
     return (
         "flower-supernode",
-        *("--superlink", _link(addresses), "--root-certificates", f"{addresses.folder}/tls/ca.crt"),
+        *("--superlink", link(addresses), "--root-certificates", f"{addresses.folder}/tls/ca.crt"),
         *("--auth-supernode-private-key", f"{addresses.folder}/keys/client-{client}"),
         *("--host", LOOPBACK, "--port", str(addresses.ports.get(client, 9094))),
         *("--node-config", f'client="{addresses.folder}/clients/{client}/client.toml"'),
     )
 
 
-def _link(addresses: Addresses) -> str:
+def link(addresses: Addresses) -> str:
+    """Host and port of the SuperLink."""
     return "{}:{}".format(*addresses.superlink)

@@ -28,6 +28,7 @@ from fedgauge.simulations.rehearsal.observer import OF_CLASSES
 OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
 SETTINGS = {"sgd": ("momentum", "nesterov"), "adam": ("betas", "eps"), "adamw": ("betas", "eps")}
 UNSUPPORTED = ("dampening", "amsgrad", "maximize", "centered", "lr_decay", "alpha")
+Facts = Mapping[str, Any]  # of one client's training in one round
 LIBRARIES = {"torchvision", "timm"}  # whose networks have components of their own
 # a step without torch.optim; its rate is small, so that the fitted one is near already after one try
 PLAIN = {"optimizer": "SGD", "groups": [{"lr": 2.0**-10}], "passes": 1, "max_norm": None}
@@ -99,7 +100,7 @@ class Observed:
         mods: of the app's clients, by name.
     """
 
-    clients: Mapping[str, Sequence[Mapping[str, Any]]]
+    clients: Mapping[str, Sequence[Facts]]
     failed: Sequence[str] = ()
     frameworks: Sequence[str] = ()
     language: Mapping[str, Any] | None = None
@@ -112,17 +113,21 @@ class Observed:
 
 
 def check_attackable(
-    draft: Draft, observed: Observed, first: Mapping[str, Any], arrays: Mapping[str, np.ndarray], form: Form | None
+    draft: Draft, observed: Observed, first: Facts, arrays: Sequence[Mapping[str, np.ndarray]], form: Form | None
 ) -> Target | None:
     """Refuse what no attack fits; return what the loss compares, unless each word is learnt from those before it.
 
     Args:
-        arrays: inputs x and labels y of a client.
+        arrays: inputs x and labels y of this training, then of others.
         form: of the inputs.
     """
-    x, y, network = arrays.get("x"), arrays.get("y"), first["network"]
+    x, y, network = arrays[0].get("x"), arrays[0].get("y"), first["network"]
+    inputs = [each["x"] for each in arrays if "x" in each]
     if network is None and "func" in first["notes"]:
         draft.refuse("network", first["notes"]["func"], "compute gradients by backward()")
+    elif network is None and first["steps"]:
+        why = "an optimizer of torch made steps, but no module with its parameters was called"
+        draft.refuse("network", why, "call the network itself, as net(x), not a method of it")
     elif network is None:
         seen = f" ({', '.join(observed.frameworks)} is loaded)" if observed.frameworks else ""
         draft.refuse(
@@ -130,19 +135,21 @@ def check_attackable(
             "gradients of other frameworks, trees and trainings in other processes cannot be inverted here",
         )  # fmt: skip
     elif "unread" in first["notes"]:
-        draft.refuse("unread", first["notes"]["unread"], "record the app by tap, with a scenario of your own", network)
+        draft.refuse("unread", first["notes"]["unread"], "record the app by tap, with a scenario of your own")
     elif first["outside"] and not (form and form.next_token):
         why = f"is trained with {first['outside']} parameters outside of it"
         if "turns" in first["notes"]:
             why = "is one of several networks that are trained by turns, as in a GAN"
         remedy = "attacks need one module whose forward computes all that is trained: call that module"
         draft.refuse("networks", why, remedy, network)
-    elif "inputs" in first["notes"] or x is None:
+    elif "inputs" in first["notes"] or x is None or (form is None and len({each.shape[1:] for each in inputs}) > 1):
         seen = first["notes"].get("inputs", "inputs have different shapes")
         draft.refuse("inputs", seen, "one tensor of images, rows or token ids is needed")
+    elif not all(np.isfinite(each).all() for each in inputs):
+        draft.refuse("inputs", "some inputs are not finite (NaN or infinite)", "fill gaps before the network")
     elif form is None:
         words = "token ids are attacked in networks of the package transformers (BERT, GPT-2, Llama and their like)"
-        remedy = words if np.issubdtype(x.dtype, np.integer) else "such inputs have no attack here yet"
+        remedy = words if x.ndim == 2 else "convert inputs to floating point before the network"
         draft.refuse("inputs", f"takes {x.dtype} of shape {x.shape[1:]}", remedy, network)
     elif form.language and (kind := (form.language["adapter"] or {}).get("kind")):
         draft.refuse("adapter", f"is adapted by {kind}", "LoRA is attacked here", network)
@@ -204,7 +211,7 @@ def write_draft(
     steps = first["steps"]
     if not steps:
         draft.note(
-            "steps", "no optimizer of torch made a step; the draft takes plain SGD, with the rate of the first update"
+            "steps", "no optimizer of torch made a step; the draft takes plain SGD, with the first update's rate"
         )
         passes = 1 if whole else len(sizes)
         steps = [PLAIN | {"passes": passes}] * (len(sizes) // passes)
@@ -226,7 +233,7 @@ def write_draft(
                     draft.note(code, words)
 
 
-def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
+def _examples(rounds: Sequence[Facts]) -> tuple[int, int, bool]:
     """Return a client's examples of a round, the passes over them, and whether their order changes."""
     orders = [[row.tobytes() for row in read_npz(Path(facts["data"]))["x"]] for facts in rounds]
     total, unique = len(orders[0]), len(set(orders[0]))
@@ -241,7 +248,7 @@ def _examples(rounds: Sequence[Mapping[str, Any]]) -> tuple[int, int, bool]:
 
 def _data(
     draft: Draft,
-    public: Sequence[Mapping[str, Any]],
+    public: Sequence[Facts],
     form: Form,
     target: Target | None,
     files: Path,
@@ -260,7 +267,7 @@ def _data(
     )  # fmt: skip
 
 
-def _loss(draft: Draft, first: Mapping[str, Any], target: Target | None) -> None:
+def _loss(draft: Draft, first: Facts, target: Target | None) -> None:
     """Name the loss, and say what is left out of it."""
     if target is None:
         draft.add("[loss]", "the network returns logits for each token", use="next_token")
@@ -273,7 +280,7 @@ def _loss(draft: Draft, first: Mapping[str, Any], target: Target | None) -> None
         draft.note("loss", f"{target.name} has {', '.join(target.left_out)}, which the draft leaves out")
 
 
-def _scale(draft: Draft, first: Mapping[str, Any], passes: int) -> float | None:
+def _scale(draft: Draft, first: Facts, passes: int) -> float | None:
     """Return what multiplies the mean loss of a step, such as the examples where clients minimise a sum; None if it varies."""
     scales, mu = first["scales"], first["proximal_mu"]
     if not scales:
@@ -307,7 +314,7 @@ def _training(
         scale: the multiple of the loss that clients minimise; the settings give equal steps on the loss itself. None: FedProx's
             term is added, with the weight mu.
     """
-    group = steps[0]["groups"][0]
+    group, most = steps[0]["groups"][0], max(sizes)
     name = OPTIMIZERS.get(steps[0]["optimizer"])
     if len({json.dumps([g.get("lr"), g.get("weight_decay"), g.get("momentum")]) for g in steps[0]["groups"]}) > 1:
         draft.note("groups", "parameter groups have different settings; the draft takes those of the first")
@@ -320,9 +327,7 @@ def _training(
     if scale is None:
         values["proximal_mu"], scale = mu, 1.0
     if scale != 1:
-        draft.note(
-            "scale", f"clients minimise {scale:.4g} times the mean loss, which is written into the optimizer's settings"
-        )
+        draft.note("scale", f"clients minimise {scale:.4g} times the mean loss; the optimizer's settings contain this")
     if name != "sgd":
         values["optimizer"] = name
     defaults = {"momentum": 0, "nesterov": False, "betas": [0.9, 0.999], "eps": 1e-8}
@@ -334,18 +339,20 @@ def _training(
     accumulate = max(1, steps[0]["passes"])
     if accumulate > 1:
         values["accumulate"] = accumulate
-    if max(sizes) < n:
-        values["batch_size"] = max(sizes)
+    rest = n % most
+    if [*sizes] != ([most] * (n // most) + [rest] * (rest > 0)) * epochs:
+        draft.note("batches", f"batches have {min(sizes)} to {most} examples; the draft takes {most} and a rest")
+    if most < n:
+        values["batch_size"] = most
         if reordered or epochs > 1:
             values["shuffle"] = reordered
-    whole = len(sizes) == epochs * math.ceil(n / max(sizes)) and len(steps) == epochs * math.ceil(
-        math.ceil(n / max(sizes)) / accumulate
-    )
+    batches = math.ceil(n / most)
+    whole = (len(sizes), len(steps)) == (epochs * batches, epochs * math.ceil(batches / accumulate))
     values |= {"epochs": epochs} if whole else {"steps": len(steps)}
     if steps[0]["max_norm"] is not None:
         values["max_norm"] = steps[0]["max_norm"] / scale
     values |= _schedule(draft, [step["groups"][0]["lr"] for step in steps])
-    draft.add("[[chain]]", f"{steps[0]['optimizer']}, {len(steps)} steps of {max(sizes)} examples", **values)
+    draft.add("[[chain]]", f"{steps[0]['optimizer']}, {len(steps)} steps of {most} examples", **values)
 
 
 def _rescale(values: dict[str, Any], scale: float) -> None:
@@ -374,7 +381,7 @@ def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, Any]:
     return {}
 
 
-def with_network(draft: Draft, first: Mapping[str, Any], form: Form) -> Scenario | None:
+def with_network(draft: Draft, first: Facts, form: Form) -> Scenario | None:
     """Add the call that builds the observed network; None, with a problem, if none of those seen can be repeated."""
     reasons = []
     for network, origin in _networks(first, form):
@@ -399,7 +406,7 @@ def with_network(draft: Draft, first: Mapping[str, Any], form: Form) -> Scenario
     return None
 
 
-def _networks(first: Mapping[str, Any], form: Form) -> list[tuple[dict[str, Any], str]]:
+def _networks(first: Facts, form: Form) -> list[tuple[dict[str, Any], str]]:
     """Return the tables of [model] that may build the network, with their origin."""
     if form.language:
         kind = "decoder" if form.next_token else "encoder"
@@ -420,9 +427,7 @@ def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -
     draft.add("[audit]", origin, rounds=[round])
 
 
-def say_what_differs(
-    draft: Draft, came: Observation, reported: int | None, facts: Mapping[str, Any], model: nn.Module
-) -> None:
+def say_what_differs(draft: Draft, came: Observation, reported: int | None, facts: Facts, model: nn.Module) -> None:
     """Note other names of the uploaded arrays than the network's, double precision, and batches reported as examples.
 
     Args:

@@ -88,7 +88,7 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
     name, outputs = known[0], math.prod(first["output"][1:])
     classes = np.issubdtype(y.dtype, np.integer) and y.ndim == 1
     remedy = "one class, or one number for each output, is needed for an example"
-    masks = [len(y), *first["output"][2:]] == list(y.shape) and name in OF_CLASSES
+    masks = y.ndim == 3 and [len(y), *first["output"][2:]] == list(y.shape) and name in OF_CLASSES  # of images
     if name in OF_CLASSES and (y == (ignored := losses[name].get("ignore_index", -100))).any():
         why = f"{name} ignores labels of {ignored}, which no attack restores"
         return Problem("labels", "", why, "train on examples whose labels all count")

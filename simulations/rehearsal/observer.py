@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
@@ -34,7 +35,6 @@ LOSSES = {
 OF_CLASSES = ("cross_entropy", "nll_loss")
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels", "num_items_in_batch"}
 WRAPPERS = ("_module", "module", "_orig_mod")  # where Opacus, data parallelism and torch.compile keep the network
-DROPOUT = nn.modules.dropout._DropoutNd
 
 
 @dataclass
@@ -62,9 +62,10 @@ class Training:
 
     Attributes:
         network: the first module that a pass with gradients called and that has parameters to train.
-        x, y: inputs and labels of each pass.
+        x, y: inputs and labels of each pass; in the end, of those that a backward pass reached.
         output, values: shape of the network's output, and its values in the last pass.
         losses: name and options of each loss that was computed from a pass.
+        used: numbers of the passes that a backward pass reached.
         scales: of each backward pass, the value that was minimised by the loss that was computed from it.
         dp: noise multiplier, clipping norm and expected batch size of Opacus' optimizer.
         start: the network's state before the first pass, of the process's first training.
@@ -83,6 +84,9 @@ class Training:
     scales: list[float] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     trained: set[int] = field(default_factory=set)
+    optimised: set[int] = field(default_factory=set)  # parameters that an optimizer was given
+    used: set[int] = field(default_factory=set)
+    passes: int = 0
     built: list[Built] = field(default_factory=list)
     modes: dict[str, bool] = field(default_factory=dict)
     normalised: tuple[list[float], list[float]] | None = None
@@ -94,8 +98,11 @@ class Training:
     notes: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
     depth: int = 0
+    back: bool = False  # within a backward pass
     max_norm: float | None = None
-    means: list[float] = field(default_factory=list)  # of the losses since the last backward pass
+    means: list[tuple[int, float]] = field(default_factory=list)  # of losses before their backward pass, by pass
+    drawn: set[int] = field(default_factory=set)  # passes that drew random numbers
+    random: list[Tensor] = field(default_factory=list)  # states of generators before the pass
     factor: float = 1.0  # of a gradient scaler
     passed: tuple[str, Sequence[Tensor]] = ("", ())  # the last other network, and its outputs without gradients
 
@@ -105,23 +112,26 @@ class Training:
             mean, std = (vars(module).get(name) for name in ("mean", "std"))
             if isinstance(mean, Sequence) and isinstance(std, Sequence):
                 self.normalised = ([float(m) for m in mean], [float(s) for s in std])
-        if not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+        own = {id(p) for p in module.parameters() if p.requires_grad}
+        if not torch.is_grad_enabled() or not own or (self.optimised and not own & self.optimised):
             return
+        if not self.used and module is not self.network and self.network in module.modules():
+            self.network, self.notes = None, {}  # a part of it was called alone, such as to size a layer
+            self.x, self.y, self.passes = [], [], 0
         if self.network is None:
             self.network = module
             inner = unwrapped(module)
+            self.modes = {name: m.training for name, m in inner.named_modules()}
             if self.start is not None:
                 kept = {name: t for name, t in inner.state_dict().items() if isinstance(t, Tensor)}  # not extra states
-                self.start = {name: t.detach().clone().contiguous() for name, t in kept.items()}
-            self.modes = {name: m.training for name, m in inner.named_modules()}
-            if drawn := [name for name, m in inner.named_modules() if isinstance(m, DROPOUT) and m.training and m.p]:
-                self.notes["dropout"] = f"dropout draws in {', '.join(drawn[:3])}"
+                self.start = {name: t.detach().clone().contiguous() for name, t in kept.items() if not is_lazy(t)}
             halves = any(p.dtype in (torch.bfloat16, torch.float16) for p in inner.parameters())
             if halves or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                 self.notes["autocast"] = "passes run in half or mixed precision (autocast), the draft in float32"
         elif module is not self.network:
             self.notes["networks"] = f"a step calls several networks, also {type(module).__name__}"
             return
+        self.passes, self.random, self.values = self.passes + 1, _random(), None
         named = {k: v for k, v in _named(module, args, kwargs).items() if isinstance(v, Tensor)}
         ids = named.get("input_ids")
         tensors = [t for name, t in named.items() if name != "labels"] if ids is None else [ids]
@@ -167,28 +177,45 @@ class Training:
         result = getattr(result, "logits", result)  # as Hugging Face's networks return them
         if module is not self.network:
             if next(module.parameters(), None) is not None:
-                parts = (
-                    result.values()
-                    if isinstance(result, Mapping)
-                    else result
-                    if isinstance(result, tuple)
-                    else [result]
-                )
-                outputs = [t for t in parts if isinstance(t, Tensor) and not t.requires_grad]
+                parts = [*result.values()] if isinstance(result, Mapping) else result
+                outputs = [t for t in (parts if isinstance(parts, list | tuple) else [parts]) if isinstance(t, Tensor)]
                 self.passed = type(module).__name__, outputs
             return
+        if not torch.is_grad_enabled():
+            return
+        if not all(map(torch.equal, self.random, _random())):
+            self.drawn.add(self.passes - 1)
+        if not isinstance(result, Tensor) or not result.requires_grad:
+            self.used.add(self.passes - 1)
+        else:
+            result.register_hook(lambda _, number=self.passes - 1: self.used.add(number))
         if isinstance(result, Tensor):
             self.output, self.values = tuple(result.shape), result.detach()
         else:
             many = len(result) if isinstance(result, Sequence | Mapping) else 1
             self.notes["output"] = f"returns a {type(result).__name__} of {many} parts"
 
+    def clears(self, *args: object, **kwargs: object) -> None:
+        """Forget passes whose gradients no optimizer uses, as those that only make adversarial examples."""
+        if self.optimised and self.dp is None:  # Opacus keeps gradients elsewhere
+            self.used = {*sorted(self.used)[: self.steps[-1].passes if self.steps else 0]}
+
+    def ends(self) -> None:
+        """Leave out passes that nothing was learnt from, such as those that only measure."""
+        if self.used:
+            self.x, self.y = ([t for k, t in enumerate(each) if k in self.used] for each in (self.x, self.y))
+        if self.drawn & self.used:
+            self.notes["dropout"] = "the network draws random numbers, as dropout and stochastic depth do"
+
     def computes(self, name: str, call: inspect.BoundArguments, value: object) -> None:
         """Note a loss: its target belongs to the last pass."""
         of, target = call.arguments.get("input"), call.arguments.get("target")
-        if name == "binary_cross_entropy" and isinstance(of, Tensor) and self.values is not None:
-            odds = self.values.sigmoid().flatten()
-            name += "_with_logits" if torch.equal(of.flatten(), odds) else ""  # the app calls sigmoid itself
+        if isinstance(of, Tensor) and self.values is not None and of.numel() == self.values.numel():
+            read, given = of.detach().flatten().to(self.values), self.values.flatten()
+            if name == "binary_cross_entropy" and torch.equal(read, given.sigmoid()):
+                name += "_with_logits"  # the app calls sigmoid itself
+            elif len(self.output) == 2 and name not in ("nll_loss", "kl_div") and not torch.equal(read, given):
+                self.notes["loss"] = f"{name} reads values computed from the output; the draft takes the output"
         options = {k: v for k, v in call.arguments.items() if k not in ("input", "target", "size_average", "reduce")}
         self.losses[name] = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in options.items()}
         if not isinstance(of, Tensor) or not isinstance(target, Tensor) or not isinstance(value, Tensor):
@@ -196,31 +223,36 @@ class Training:
         if self.output and of.numel() != math.prod(self.output):
             seen, output = tuple(of.shape), tuple(self.output)
             self.notes["values"] = f"returns shape {output}, and {name} reads values of shape {seen}"
+        if name not in OF_CLASSES and of.shape != target.shape:
+            shapes = f"{tuple(of.shape)} with {tuple(target.shape)}"
+            self.notes["loss"] = f"{name} compares values of shape {shapes}, each with each; the draft does not"
         if self.y and self.y[-1] is None and name != "kl_div":  # which compares with another network's output
             self.y[-1] = target.detach().clone()
         terms = 1 if options.get("reduction", "mean") == "mean" else len(of) if name in OF_CLASSES else of.numel()
         if value.requires_grad:
-            self.means.append(float(value.detach().sum()) / max(terms, 1))  # a batch may be empty
+            self.means.append((self.passes - 1, float(value.detach().sum()) / max(terms, 1)))  # a batch may be empty
 
     def goes_back(self, value: Tensor) -> None:
-        """Note a backward pass from a value."""
-        if len(self.means) > 1:
+        """Note a backward pass from a value, after it."""
+        means = [mean for number, mean in self.means if number in self.used]
+        if len(means) > 1:
             self.notes["loss"] = "several losses are added up; the draft takes one"
-        elif self.means and self.means[0] and value.numel() == 1:
-            self.scales.append(float(value.detach()) / self.means[0] / self.factor)
-        self.means = []
+        elif means and means[0] and value.numel() == 1:
+            self.scales.append(float(value.detach()) / means[0] / self.factor)
+        self.means = [each for each in self.means if each[0] not in self.used]
 
     def steps_by(self, optimizer: Optimizer) -> None:
         """Note a step of an optimizer, after it: some pass data through the network within the step."""
         groups = [
             {k: v for k, v in group.items() if isinstance(v, bool | int | float | tuple | list) and k != "params"}
+            | {"lr": float(group.get("lr", 1.0))}  # a tensor, or absent in an optimizer of the app
             for group in optimizer.param_groups
         ]
         moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self.trained and not moved & self.trained:
             self.notes["turns"] = "several optimizers train different parameters by turns"
         self.trained |= moved
-        self.steps.append(Step(type(optimizer).__name__, groups, len(self.x), self.max_norm))
+        self.steps.append(Step(type(optimizer).__name__, groups, len(self.used), self.max_norm))
         self.max_norm = None
 
 
@@ -236,6 +268,11 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def _transforms() -> bool:
     """Check if a transform of torch.func is at work, whose tensors may have no values."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # torch has no public name for it
+
+
+def _random() -> list[Tensor]:
+    """Return the states of torch's generators."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
 
 
 def _tokenizers() -> list[Any]:
@@ -267,22 +304,25 @@ class Observer:
 
     def __init__(self) -> None:
         self._now: Training | None = None
+        self._factories = _Factories()
         self._trained = False
         nn.Module.__call__ = self._watched(nn.Module.__call__)  # type: ignore[method-assign]
         register_optimizer_step_post_hook(self._step)
         for place in (nn.utils, nn.utils.clip_grad):
-            self._before(place, "clip_grad_norm_", _clips)
-            self._before(place, "clip_grad_value_", _clips_values)
-        self._before(torch.amp.GradScaler, "scale", _scales)
+            self._after(place, "clip_grad_norm_", _clips)
+            self._after(place, "clip_grad_value_", _clips_values)
+        self._after(torch.amp.GradScaler, "scale", _scales)
+        self._after(Optimizer, "add_param_group", _optimises)
+        for place in (Optimizer, nn.Module):
+            self._after(place, "zero_grad", Training.clears)
 
     @contextmanager
     def training(self) -> Iterator[Training]:
         """Observe one client in one round."""
         self._now = now = Training(start=None if self._trained else {})
         self._trained = True
-        factories = _Factories()
-        if sys.getprofile() is None:  # the app may profile itself
-            sys.setprofile(factories)
+        self._factories = factories = _Factories()
+        _profile(factories)
         try:
             with _Losses(now):
                 yield now
@@ -291,14 +331,17 @@ class Observer:
             self._now = None
             if now.network is not None:
                 with _reading(now):
+                    now.ends()
                     now.built = factories.of(unwrapped(now.network))
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None or _transforms():
-                if now is not None and now.network is None:
+            if now is None or now.back or torch.jit.is_tracing() or _transforms():  # a trace would hold what is noted
+                if now is not None and now.back and not _transforms():
+                    now.notes["checkpoint"] = "the network's checkpointing may give attacks wrong gradients"
+                elif now is not None and now.network is None and not torch.jit.is_tracing():
                     now.notes["func"] = "torch.func computes gradients, and is not observed"
                 return call(module, *args, **kwargs)
             now.depth += 1
@@ -314,6 +357,8 @@ class Observer:
                 if now.depth == 1:
                     with _reading(now):
                         now.leaves(module, result)
+                    if now.passes == 1:  # it may have been called to size a layer, before it is returned
+                        _profile(self._factories)
                 return result
             finally:
                 now.depth -= 1
@@ -325,16 +370,17 @@ class Observer:
             with _reading(self._now):
                 self._now.steps_by(optimizer)
 
-    def _before(self, place: Any, name: str, note: Callable[..., None]) -> None:
-        """Note the arguments of each call of a function."""
+    def _after(self, place: Any, name: str, note: Callable[..., None]) -> None:
+        """Note the arguments of each call of a function, after it."""
         function = getattr(place, name)
 
         @wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
             if self._now is not None:
                 with _reading(self._now):
                     note(self._now, *args, **kwargs)
-            return function(*args, **kwargs)
+            return result
 
         setattr(place, name, watched)
 
@@ -345,6 +391,10 @@ def _clips(now: Training, parameters: object, max_norm: float, *args: object, **
 
 def _clips_values(now: Training, *args: object, **kwargs: object) -> None:
     now.notes["clipping"] = "gradients are clipped by value; the draft leaves it out"
+
+
+def _optimises(now: Training, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
+    now.optimised |= {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _scales(now: Training, scaler: torch.amp.GradScaler, *args: object, **kwargs: object) -> None:
@@ -371,10 +421,14 @@ class _Losses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._now.back = func is Tensor.backward
+        try:
+            value = func(*args, **kwargs)
+        finally:
+            self._now.back = False
         if func is Tensor.backward:
             with _reading(self._now):
                 self._now.goes_back(args[0])
-        value = func(*args, **kwargs)
         if func in LOSSES and torch.is_grad_enabled() and not _transforms():
             with _reading(self._now):
                 self._now.computes(LOSSES[func], inspect.signature(func).bind(*args, **kwargs), value)
@@ -391,9 +445,7 @@ class _Factories:
         try:
             if event == "return":
                 self._note(frame, value)
-        except (
-            Exception
-        ):  # raised here it would reach the app, whose objects may raise anything; this call is not noted
+        except Exception:  # it would reach the app, whose objects may raise anything; this call is not noted
             return
 
     def _note(self, frame: types.FrameType, value: object) -> None:
@@ -412,8 +464,13 @@ class _Factories:
         kind = type(network)
         calls = [built for module, built in reversed(self._found) if module is network]
         calls += [] if "." in kind.__qualname__ else [Built(kind.__module__, kind.__qualname__, {})]
-        others = ("torch", "fedgauge")  # a Sequential has no arguments that a scenario could write
+        others = ("torch", "fedgauge", "copy")  # a Sequential has no arguments that a scenario could write
         return [built for built in calls if built.module.partition(".")[0] not in others]
+
+
+def _profile(factories: _Factories) -> None:
+    if sys.getprofile() is None:  # the app may profile itself
+        sys.setprofile(factories)
 
 
 def _stop_profiling() -> None:
@@ -437,5 +494,5 @@ def _watch_opacus(observer: Observer) -> None:
     kind = getattr(module, "DPOptimizer", None)
     if kind is None or hasattr(kind, "_fedgauge"):
         return
-    observer._before(kind, "step", _steps_privately)
+    observer._after(kind, "step", _steps_privately)
     kind._fedgauge = True

@@ -33,6 +33,7 @@ from fedgauge.server.views.formatting import many
 from fedgauge.simulations.rehearsal.draft import (
     LIBRARIES,
     Draft,
+    Facts,
     Observed,
     attack_some,
     check_attackable,
@@ -71,6 +72,7 @@ INEXACT = (
     "mods",
     "turns",
     "large",
+    "checkpoint",
 )
 MOST_TRIES = 8  # to fit a rate
 PATIENCE = 30  # seconds until the app's last line is printed, and again each time that this doubles
@@ -140,10 +142,10 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     draft, nodes = Draft(), observed.nodes
     refused = Rehearsal(run, draft, run.folder, (), "")
     first = observed.clients[nodes[0]][0] if nodes else next(rounds[0] for rounds in observed.clients.values())
-    arrays = [_arrays(facts) for rounds in observed.clients.values() for facts in rounds if "data" in facts]
-    inputs = [each["x"] for each in arrays]
+    arrays = [_arrays(facts) for rounds in ([first], *observed.clients.values()) for facts in rounds]
+    inputs = [each["x"] for each in arrays if "x" in each]
     form = form_of(inputs, first["normalised"], observed.language, first["output"]) if inputs else None
-    target = check_attackable(draft, observed, first, _arrays(first), form)
+    target = check_attackable(draft, observed, first, arrays, form)
     if not draft.fatal and len(nodes) < 2:
         draft.refuse("clients", "one client trained, and none is left to provide public data", "raise --clients")
     if draft.fatal or form is None:
@@ -190,8 +192,10 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
             if kept := _never_sent(scenario, first, came):
                 keep_layers(draft, kept, client, began, files)
                 scenario = draft.scenario()
-            own_rounds = observed.clients[attacked[0]][: 1 if kept else None]
-            proof, seconds = _proof(run, draft, scenario, own_rounds, client, (form, target))
+            trained = {numbers[node]: observed.clients[node] for node in attacked}
+            trained = {client: [first]} if kept else trained
+            proof, seconds, unlike = _proof(run, draft, scenario, trained, (form, target))
+            attacked = [node for node in attacked if numbers[node] not in unlike]
         except (UploadMismatch, RuntimeError) as error:  # torch raises the latter, such as for a scripted network
             draft.refuse("uploads" if isinstance(error, UploadMismatch) else "network", str(error), "")
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
@@ -226,7 +230,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         return Rehearsal(run, draft, truths, packages, proof)
 
 
-def _never_sent(scenario: Scenario, first: Mapping[str, Any], came: Observation) -> list[str]:
+def _never_sent(scenario: Scenario, first: Facts, came: Observation) -> list[str]:
     """Return the parameters that were trained and are not in an upload; empty also if the upload has none of the network."""
     model = scenario.federation.model
     names, own = set(names_of(came.update, model).values()), [name for name, _ in model.named_parameters()]
@@ -234,26 +238,31 @@ def _never_sent(scenario: Scenario, first: Mapping[str, Any], came: Observation)
 
 
 def _proof(
-    run: Run, draft: Draft, scenario: Scenario, trained: Sequence[Mapping[str, Any]], client: int, kind: Kind
-) -> tuple[str, float]:
+    run: Run, draft: Draft, scenario: Scenario, trained: Mapping[int, Sequence[Facts]], kind: Kind
+) -> tuple[str, float, set[int]]:
     """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
 
-    Uploads may be gradients, and a rate that was not observed is fitted: both are written into the draft, and also if the draft
-    gives the first update and not the last, so that only the first round is attacked.
+    Also the clients whose first updates it does not give, so that they are not attacked. Uploads may be gradients, and a rate that
+    was not observed is fitted: both are written into the draft, and also if the draft gives the first update and not the last, so
+    that only the first round is attacked.
+
+    Args:
+        trained: facts of the attacked clients; the first one's rate is fitted.
 
     Raises:
         UploadMismatch: the upload is not the network's.
     """
+    (client, own), *others = trained.items()
     with run.ledger() as ledger:
         row, *later = [o for o in ledger.observations() if o["client"] == client and o["digest"]]
         for _ in range(MOST_TRIES):
             replies = prepare_app(run, ledger, scenario)
             seen = read_observation(run, ledger, scenario.federation, row["round"], client, row["digest"])
-            update, seconds = _computed(scenario, seen, trained[0], kind)
+            update, seconds = _computed(scenario, seen, own[0], kind)
             along, length = _dot(update, seen.update), _dot(update, update)
             if replies == "updates" and along < 0:
                 draft.add("[tape]", "uploads point against the steps of the training", replies="gradients")
-            elif not trained[0]["steps"] and along > 0 and abs(along / length - 1) > ROUNDING:
+            elif not own[0]["steps"] and along > 0 and abs(along / length - 1) > ROUNDING:
                 rate = next(line.value for line in draft.lines if line.key == "rate")
                 draft.replace("[[chain]]", "rate", rate * along / length)
             else:
@@ -262,34 +271,43 @@ def _proof(
         where = f"client {client}'s update of round {row['round']}"
         came = run.tape().read(row["round"], client, row["digest"]).update.values()
         step = max((torch.finfo(t.dtype).eps for t in came if t.is_floating_point()), default=0.0)
-        off, part, exact = _compared(update, scenario, seen, trained[0], kind, step)
+        off, part, exact = _compared(update, scenario, seen, own[0], kind, step)
         if not exact:
-            words = f"{where}, computed again from the observed examples, differs by {off:.1%}, most in {part}"
+            words = f"{where}, computed again from the observed examples, differs by {off:.2%}, most in {part}"
             left_out = [problem.code for problem in draft.problems if problem.code in INEXACT]
             if left_out:
                 words += f"; the draft is not exact in: {', '.join(left_out)}"
             else:
-                words += "; if the app adds noise, name it in the scenario's [[chain]] (gaussian or dp_sgd)"
+                words += "; the app may add noise (name it in [[chain]]), average weights or change gradients"
             if not left_out or (off > CLOSE and not {"noise", "autocast"} & {*left_out}):
                 ledger.set_meta(training=words, training_fits="False")
-            return words, seconds
+            return words, seconds, set()
+
+        def fits(row: Mapping[str, Any], facts: Facts) -> bool:
+            seen = read_observation(run, ledger, scenario.federation, row["round"], row["client"], row["digest"])
+            return _compared(_computed(scenario, seen, facts, kind)[0], scenario, seen, facts, kind, step)[2]
+
         ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
-        if later and len(trained) == 1 + len(later):
-            last = read_observation(run, ledger, scenario.federation, later[-1]["round"], client, later[-1]["digest"])
-            alike = trained[-1]["sizes"] == trained[0]["sizes"]
-            again = _computed(scenario, last, trained[-1], kind)[0]
-            if not alike or not _compared(again, scenario, last, trained[-1], kind, step)[2]:
+        if later and len(own) == 1 + len(later):
+            alike = own[-1]["sizes"] == own[0]["sizes"]
+            if not alike or not fits(later[-1], own[-1]):
                 draft.add("[audit]", "later rounds train otherwise", rounds=[row["round"]])
                 why = "later rounds train otherwise (SCAFFOLD's correction, another rate, other examples)"
                 remedy = "describe them in [[chain]], then change [audit] to attack more"
                 draft.note("rounds", f"{why}; only round {row['round']} is attacked", remedy)
         rounded = f"differs by {off:.2%}, which rounding explains"
         exactly = f"exact to rounding (relative error {off:.1e})" if off < EXACT else rounded
-        return f"{where}, computed again from the observed examples: {exactly}", seconds
+        firsts = {o["client"]: o for o in reversed(ledger.observations()) if o["digest"]}
+        unlike = {each for each, facts in others if each in firsts and not fits(firsts[each], facts[0])}
+        if unlike:
+            draft.replace("[audit]", "clients", sorted(trained.keys() - unlike))
+            why = "train otherwise (another rate, optimizer or loss) and are not attacked"
+            draft.note("clients", f"{len(unlike)} of {len(trained)} clients {why}")
+        return f"{where}, computed again from the observed examples: {exactly}", seconds, unlike
 
 
 def _compared(
-    update: Update, scenario: Scenario, seen: Observation, facts: Mapping[str, Any], kind: Kind, step: float
+    update: Update, scenario: Scenario, seen: Observation, facts: Facts, kind: Kind, step: float
 ) -> tuple[float, str, bool]:
     """Return a computed update's relative error, the parameter that differs most, and whether rounding explains it.
 
@@ -308,7 +326,7 @@ def _compared(
 
 
 def _computed(
-    scenario: Scenario, seen: Observation, facts: Mapping[str, Any], kind: Kind, nudge: bool = False
+    scenario: Scenario, seen: Observation, facts: Facts, kind: Kind, nudge: bool = False
 ) -> tuple[Update, float]:
     """Return the update that the scenario gives for observed examples in their order, and the CPU seconds it took.
 
@@ -334,13 +352,13 @@ def _dot(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return sum(float((t.double() * other[k].double()).sum()) for k, t in one.items())
 
 
-def _arrays(facts: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _arrays(facts: Facts) -> dict[str, np.ndarray]:
     """Return the inputs x and, if every example has one, the labels y."""
     arrays = read_npz(Path(facts["data"])) if "data" in facts else {}
     return {k: array for k, array in arrays.items() if k == "x" or len(array) == len(arrays["x"])}
 
 
-def _examples(facts: Mapping[str, Any], form: Form, target: Target | None) -> tuple[np.ndarray, np.ndarray]:
+def _examples(facts: Facts, form: Form, target: Target | None) -> tuple[np.ndarray, np.ndarray]:
     """Return a client's examples of a round with their labels, as the scenario has them."""
     arrays = _arrays(facts)
     x = form.examples(arrays["x"])

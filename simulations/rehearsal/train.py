@@ -78,7 +78,7 @@ def _facts(seen: Training, name: str, language: Mapping[str, Any] | None, folder
         "outside": 0,
         "reconstructs": False,
         "steps": [asdict(step) for step in seen.steps],
-        "built": [asdict(built) for built in seen.built],
+        "built": [vars(built) for built in seen.built],
         "normalised": seen.normalised,
         "dp": seen.dp,
         "notes": seen.notes,

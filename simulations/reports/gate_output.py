@@ -2,13 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
 from fedgauge.client.files import writing
 from fedgauge.server.store.run_files import printable
-from fedgauge.server.views.formatting import finite
 from fedgauge.server.views.gate import GateResult, Outcome
 from fedgauge.simulations.run.exit_status import FAILED, INAPPLICABLE, INCOMPLETE
 
@@ -26,14 +24,6 @@ def gate_lines(results: Sequence[GateResult]) -> list[str]:
         for r in results
     ]
     return [printable(f"gate: {word} (it fails if {r.threshold}); {r}") for word, r in zip(said, results, strict=True)]
-
-
-def gate_tables(results: Sequence[GateResult]) -> list[dict[str, object]]:
-    """Convert the results to plain data; an infinite value is null."""
-    return [
-        {**asdict(r.threshold), **asdict(r.measurement), "value": finite(r.measurement.value), "outcome": r.outcome}
-        for r in results
-    ]
 
 
 def write_junit(results: Sequence[GateResult], of: str, path: Path) -> None:

@@ -154,7 +154,6 @@ def check_deployable(scenario: Scenario) -> None:
         "[canaries]: examples are planted only in a simulation": protocol.canary_examples,
         "[canaries]: they are looked at one by one, and [secure_sum] hides them": protocol.canaries
         and protocol.secure_sum,
-        "[stragglers] are drawn only in a simulation: real clients come late by themselves": protocol.stragglers.probability,
     }
     for planned in scenario.plan.attacks:
         refused[f"[[attack]] {planned.name}: {NO_TRUTH}"] = planned.labels == "given" and planned.role != "baseline"

@@ -16,7 +16,7 @@ from fedgauge.attacks.engine.batch_limiter import keep_freed_memory
 
 PACKAGES = (
     "fedgauge", "flwr", "flwr-datasets", "ray", "torch", "torchvision", "transformers", "numpy", "scipy", "lpips",
-    "rouge-score", "torchmetrics", "safetensors", "mlxtend", "plotly", "rich",
+    "rouge-score", "safetensors", "mlxtend", "plotly", "rich",
 )  # fmt: skip
 
 

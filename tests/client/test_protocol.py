@@ -9,7 +9,7 @@ import pytest
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.federation import Federation
-from fedgauge.client.protocol import Protocol, Stragglers
+from fedgauge.client.protocol import Protocol
 
 Make = Callable[..., Any]
 CLIP = {"use": "clip", "max_norm": 1.0}
@@ -59,10 +59,6 @@ BATCHNORM = {"use": "convnet", "width": 2}
             {"model": {**BATCHNORM, "mode": "train"}, "chain": [{**CLIP, "each": True}, SGD]},
             "[[chain]] acts per example",
         ),
-        ({"stragglers": {"probability": 1.0}}, "[stragglers]: probability"),
-        ({"stragglers": {"probability": float("nan")}}, "[stragglers]: probability"),
-        ({"stragglers": {"rate": 0.1}}, "[stragglers]: unknown key 'rate' (it has: probability)"),
-        ({"stragglers": 0.1}, "[stragglers]"),
         *(({key: None}, key) for key in ("rounds", "clients", "data", "model", "chain")),
     ],
 )
@@ -76,7 +72,7 @@ def test_a_mistake_names_its_table(changes: dict[str, Any], where: str, tables: 
     "changes",
     [
         {},
-        {"seed": 2**60, "stragglers": {"probability": 0.25}},
+        {"seed": 2**60},
         {"model": {"use": "mlp", "hidden": [4, 5]}, "chain": [{**CLIP, "each": True}, SGD]},
     ],
 )
@@ -86,29 +82,10 @@ def test_json_carries_the_protocol_unchanged(changes: dict[str, Any], tables: Ma
     assert "\n" not in text
     assert Protocol.from_json(text) == protocol
     assert Protocol.from_json(text).to_json() == text
-    assert set(json.loads(text)) == {"seed", "rounds", "clients", "data", "model", "chain", "stragglers"}
+    assert set(json.loads(text)) == {"seed", "rounds", "clients", "data", "model", "chain"}
 
 
 def test_the_plan_of_attack_never_enters_the_json_that_clients_get(tables: Make) -> None:
     spec = {**tables(), "attack": [{"use": "analytic"}], "audit": {"seed": 99}}
     assert "attack" not in Protocol.from_tables(spec).to_json()
     assert "99" not in Protocol.from_tables(spec).to_json()
-
-
-@pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 0.9])
-def test_stragglers_come_at_their_rate(probability: float, tables: Make) -> None:
-    protocol = Protocol.from_tables(tables(stragglers={"probability": probability}))
-    n = 4000
-    late = sum(protocol.misses(c, r) for c in range(40) for r in range(n // 40))
-    deviation = (n * probability * (1 - probability)) ** 0.5
-    assert abs(late - n * probability) <= 4 * deviation
-
-
-def test_stragglers_are_drawn_from_the_seed(tables: Make) -> None:
-    def late(seed: int) -> list[bool]:
-        protocol = Protocol.from_tables(tables(seed=seed, stragglers={"probability": 0.5}))
-        return [protocol.misses(c, r) for c in range(8) for r in range(8)]
-
-    assert late(1) == late(1)
-    assert late(1) != late(2)
-    assert Stragglers().probability == 0

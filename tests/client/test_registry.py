@@ -4,10 +4,10 @@ import importlib
 import inspect
 import os
 import pkgutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing import Any, get_type_hints
 import pytest
 
 import fedgauge
+from fedgauge.client import registry
 from fedgauge.client.components import ComponentKind
+from tests.forks import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT: dict[str, dict[str, str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -185,20 +187,22 @@ def install(tmp_path: Path) -> Install:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Runs a program with that folder on Python's path, in a new process; gives the lines that it printed."""
+    """Runs a program with that folder on Python's path, in another process; gives the lines that it printed."""
+
+    def work(program: str) -> None:
+        for name in [name for name in os.environ if name.startswith("FEDGAUGE_")]:
+            del os.environ[name]
+        os.environ["PYTHONPATH"] = str(tmp_path)
+        sys.path.insert(0, str(tmp_path))
+        registry._installed.cache_clear()
+        with (tmp_path / "printed").open("w") as printed, redirect_stdout(printed):
+            exec(PRELUDE + program, {})
 
     def start(program: str) -> list[str]:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("FEDGAUGE_")}
-        done = subprocess.run(
-            [sys.executable, "-c", PRELUDE + program],
-            cwd=ROOT,
-            env={**environment, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        child = forked(work, program)
+        child.join()
+        assert child.exitcode == 0
+        return (tmp_path / "printed").read_text().splitlines()
 
     return start
 

@@ -158,7 +158,7 @@ def test_a_place_without_sense_is_refused(make_federation: Make, links: Any, mes
 
 def test_batchnorm_in_train_mode_is_refused(make_federation: Make) -> None:
     model = {"use": "convnet", "norm": "batch", "mode": "train", "width": 4}
-    with pytest.raises(SpecError, match="example"):
+    with pytest.raises(SpecError):
         _ = make_federation(model=model, data={"batch_size": 4}, chain=[DP, SGD]).chain
 
 

@@ -41,7 +41,7 @@ def shares(link: mixup, batch: Batch, rng: Generator) -> Tensor:
 def test_a_batch_of_one_has_nothing_to_blend(make_federation: Callable[..., Federation]) -> None:
     with pytest.raises(ValueError, match="batch_size"):
         mixup(0.4, 10, 1)
-    with pytest.raises(SpecError, match="mixup"):
+    with pytest.raises(SpecError):
         make_federation(chain=[MIXUP, SGD]).check()
     steps_of_one = make_federation(chain=[MIXUP, {**SGD, "steps": 4, "batch_size": 1}], data={"batch_size": 4})
     params, buffers = steps_of_one.initial()

@@ -161,17 +161,3 @@ def verdict(run: Run) -> dict[str, str]:
     serve(run, LocalExecutor())
     with run.ledger() as ledger:
         return {k: v for k, v in ledger.meta().items() if k.startswith("replay")}
-
-
-def test_a_straggler_has_not_started(make_scenario: Callable[..., Scenario], tmp_path: Path) -> None:
-    """A round that a client missed by the scenario's wish left nothing in its memory; its next is its first."""
-    late = make_scenario(rounds=4, chain=[SGD, TOP], attack=[{"use": "analytic"}], stragglers={"probability": 0.6})
-    missed = {(c, r): late.protocol.misses(c, r) for c in range(3) for r in range(1, 5)}
-    first = min((r, c) for (c, r), m in missed.items() if not m and all(missed[c, s] for s in range(1, r)))
-    run = begun(tmp_path / "late", late)
-    train(run)
-    with run.ledger() as ledger:
-        rows = {(o["round"], o["client"]): o["status"] for o in ledger.observations()}
-    assert rows[first] == "accepted"
-    assert "missing" in rows.values()
-    assert verdict(run)["replay"] == "ok"

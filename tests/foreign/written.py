@@ -509,7 +509,168 @@ with Path("rate.txt").open("a") as file:
     file.write("  ")
 """
     },
+    # ------------------------------------------------------------------- passes and steps that are no training
+    "sized": {
+        "further": """class Sized(nn.Module):
+    def __init__(self, width=4, pixels=(8, 8)):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, width, 3), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(self.body(torch.zeros(1, 1, *pixels)).numel(), 10)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+""",
+        "network": "Sized(6)",
+        "start": "Sized(6).state_dict()",
+    },
+    "lazy": {
+        "further": """class Lazy(nn.Sequential):
+    def __init__(self, width):
+        super().__init__(nn.LazyConv2d(width, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
+
+
+def network(width=4):
+    net = Lazy(width)
+    net(torch.zeros(1, 1, 8, 8))
+    return net
+
+
+""",
+        "network": "network(6)",
+        "start": "network(6).state_dict()",
+    },
+    "measured": {
+        "train": """nn.functional.cross_entropy(net(x), y).item()
+for images, labels in zip(x.split(4), y.split(4), strict=True):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(images), labels).backward()
+    optimizer.step()
+    (net(images).argmax(1) == labels).float().mean().item()""",
+    },
+    "compared": {
+        "train": """logits = net(x)
+with torch.no_grad():
+    net(x[:3])
+nn.functional.cross_entropy(logits, y).backward()
+optimizer.step()""",
+    },
+    "taught": {
+        "further": "class Teacher(Net):\n    pass\n\n\n",
+        "train": """teacher = Teacher()
+soft = teacher(x).softmax(1).detach()
+logits = net(x)
+(0.0 * nn.functional.kl_div(logits.log_softmax(1), soft) + nn.functional.cross_entropy(logits, y)).backward()
+optimizer.step()""",
+    },
+    "adversarial": {
+        "train": """for images, labels in zip(x.split(4), y.split(4), strict=True):
+    near = images.clone().requires_grad_()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(near), labels).backward()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(images + 0.1 * near.grad.sign()), labels).backward()
+    optimizer.step()""",
+    },
+    "capturable": {"optimizer": "optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01))"},
+    "signs": {
+        "further": """class Signs(torch.optim.Optimizer):
+    def __init__(self, params, size):
+        super().__init__(params, {"size": size})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["size"])
+
+
+""",
+        "optimizer": "optimizer = Signs(net.parameters(), 0.01)",
+    },
+    "methods": {
+        "further": """class Matrix(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 10))
+
+    def logits(self, x):
+        return x.flatten(1) @ self.weight
+
+
+""",
+        "network": "Matrix()",
+        "train": PLAIN["train"].replace("net(x)", "net.logits(x)"),
+        "start": "Matrix().state_dict()",
+    },
+    "personal": {
+        "imports": "from copy import deepcopy\n",
+        "train": """own = deepcopy(net)
+step = torch.optim.SGD(own.parameters(), lr=0.1)
+nn.functional.cross_entropy(own(x), y).backward()
+step.step()
+nn.functional.cross_entropy(net(x), y).backward()
+optimizer.step()""",
+    },
+    "checkpointed": {
+        "imports": "from torch.utils.checkpoint import checkpoint\n",
+        "forward": "self.head(checkpoint(self.body, x, use_reentrant=False))",
+        "train": "\n".join([PLAIN["train"], "optimizer.zero_grad()", PLAIN["train"]]),
+    },
+    "drawn": {"forward": "self.head(nn.functional.dropout(self.body(x), 0.2, self.training))"},
+    "ragged": {
+        "train": """for images, labels in zip(x.split([3, 5]), y.split([3, 5]), strict=True):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(images), labels).backward()
+    optimizer.step()""",
+    },
+    "softened": {
+        "train": """wanted = nn.functional.one_hot(y, 10).float()
+nn.functional.mse_loss(net(x).softmax(1), wanted).backward()
+optimizer.step()""",
+    },
+    "unlike": {"optimizer": PLAIN["optimizer"].replace("0.1", "0.1 * (1 + context.node_id % 2)")},
+    "gaps": {
+        "forward": "self.head(self.body(x.nan_to_num()))",
+        "train": PLAIN["train"].replace("net(x)", "net(x.where(x > 0, torch.nan))"),
+    },
+    "pixels": {
+        "forward": "self.head(self.body(x.float() / 255))",
+        "train": PLAIN["train"].replace("net(x)", "net((255 * x).byte())"),
+    },
+    "stretched": {
+        "further": """class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv1d(8, 4, 3), nn.Linear(4, 10)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu().mean(2))
+
+
+""",
+        "network": "Conv()",
+        "train": PLAIN["train"].replace("net(x)", "net(x[:, 0, :, : 8 - context.node_id % 2])"),
+        "start": "Conv().state_dict()",
+    },
+    "sequences": {
+        "further": """class Steps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.each = nn.Conv1d(8, 3, 1)
+
+    def forward(self, x):
+        return self.each(x)
+
+
+""",
+        "network": "Steps()",
+        "train": "nn.functional.cross_entropy(net(x[:, 0]), (x[:, 0].mean(1) > 0.3).long()).backward()\noptimizer.step()",
+        "start": "Steps().state_dict()",
+    },
     # --------------------------------------------------------------------------------------- hard to observe
+    "traced": {"load": PLAIN["load"] + "\n    net.zero_grad()\n    seen = torch.jit.trace(net, torch.zeros(1, 1, 8, 8))"},
     "profiled": {
         "imports": "import cProfile\n",
         "train": f"""profile = cProfile.Profile()

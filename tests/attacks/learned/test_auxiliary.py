@@ -24,10 +24,9 @@ def test_a_mixture_holds_the_share_that_it_says() -> None:
     own = {x.numpy().tobytes() for x in batch.x}
     assert len({x.numpy().tobytes() for x in found.x} & own) == 50
     assert set(Auxiliary(classes=(3,)).of(batch, 4, generator("ood")).y.tolist()) == {3}
-    with pytest.raises(ValueError, match="400"):
-        Auxiliary(size=500).of(batch, 4, generator("many"))
-    with pytest.raises(ValueError, match="got 4"):
-        Auxiliary(classes=(4,)).of(batch, 4, generator("class"))
+    for wrong, named in ((Auxiliary(size=500), "400"), (Auxiliary(classes=(4,)), "4")):
+        with pytest.raises(ValueError, match=named):
+            wrong.of(batch, 4, generator("wrong"))
 
 
 def test_pseudo_images_have_the_moments_of_the_images_in_their_basis() -> None:
@@ -55,5 +54,5 @@ def test_the_knowledge_card_and_the_knowledge_have_the_chosen_images(make_federa
     )
     assert PlannedAttack.from_json(planned.to_json()) == planned
     assert "auxiliary" not in PlannedAttack("x", {"use": "ridge_inversion"}).to_json(), "old keys stay"
-    with pytest.raises(SpecError, match="sise"):
+    with pytest.raises(SpecError):
         PlannedAttack.from_table({**table, "auxiliary": {"sise": 4}}, "[[attack]] #1")

@@ -58,8 +58,7 @@ WAYS: dict[str, tuple[Callable[[bool], ServerAttack], Callable[[], nn.Module]]] 
     "identity, no channel to spare": (identity_convolutions, no_spare),
     "carried": (carried_input, lambda: carried(lenet(SHAPE, CLASSES), SHAPE, CLASSES)),
     "carried, resnet": (carried_input, lambda: carried(resnet20(SHAPE, CLASSES), SHAPE, CLASSES).eval()),
-    "reversible": (lambda zero: reversible_blocks(zero=zero), lambda: reversible(SHAPE, CLASSES)),
-    "reversible, one block": (lambda zero: reversible_blocks(1, 2, zero), lambda: reversible(SHAPE, CLASSES, 1, 2)),
+    "reversible": (reversible_blocks, lambda: reversible(SHAPE, CLASSES)),
 }
 every = pytest.mark.parametrize(("make", "network"), WAYS.values(), ids=WAYS)
 
@@ -166,10 +165,10 @@ def test_a_mean_that_happens_to_be_on_the_grid_is_no_image() -> None:
 
 
 @settings(max_examples=20)
-@given(seed=st.integers(0, 10**6), blocks=st.integers(1, 5), width=st.integers(1, 8))
-def test_reversible_blocks_are_reversed(seed: int, blocks: int, width: int) -> None:
+@given(seed=st.integers(0, 10**6))
+def test_reversible_blocks_are_reversed(seed: int) -> None:
     torch.manual_seed(seed)
-    model = reversible(SHAPE, CLASSES, blocks, width).double()
+    model = reversible(SHAPE, CLASSES).double()
     x = torch.randn(3, *SHAPE, dtype=torch.float64)
     seen: list[Tensor] = []
     model.classifier.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
@@ -217,7 +216,6 @@ def test_unreadable_input_is_reported(labels: list[int], crafted: bool, links: C
 
 def test_invalid_arguments_are_refused() -> None:
     refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: reversible_blocks(0), "blocks"),
         (lambda: carried(mlp(SHAPE, 2), (16,), 2), "images"),
         (lambda: carried(mlp(SHAPE, 4), SHAPE, 2), "'3'"),
         (lambda: craft(carried_input(), knowledge(plain(), 1)), "carried"),

@@ -91,11 +91,8 @@ def test_a_decoder_says_why_an_honest_update_is_not_for_it(name: str) -> None:
 def test_flipping_moves_rows_and_changes_nothing_else() -> None:
     threat = known()
     sent, name = detached_params(threat.model), classifier(threat.model, threat.shape)
-    swapped, moved = craft(label_flipping(classes=(1, 3)), threat), craft(label_flipping(), threat)
+    moved = craft(label_flipping(), threat)
     for part in ("weight", "bias"):
         key = f"{name}.{part}"
-        assert torch.equal(swapped[key][[0, 3, 2, 1, 4]], sent[key])
         assert torch.equal(moved[key].roll(-1, 0), sent[key])
-    assert all(torch.equal(swapped[k], t) for k, t in sent.items() if not k.startswith(name))
-    with pytest.raises(ValueError, match="classes"):
-        craft(label_flipping(classes=(2, 2)), threat)
+    assert all(torch.equal(moved[k], t) for k, t in sent.items() if not k.startswith(name))

@@ -77,18 +77,6 @@ def test_neither_words_nor_positions_need_be_shared_nor_learned(classified: Text
         assert recovered(read(dager(), *seen(model, truth)), truth) == [True] * 3
 
 
-def test_as_published_queries_alone_tell_an_encoders_words_and_not_a_decoders_first(
-    classified: Text, spoken: Text
-) -> None:
-    """A decoder's first query meets one key: a softmax of one number does not move, so no gradient names its input."""
-    truth = batches(classified, 3, 1)
-    assert recovered(read(dager(maps="query"), *seen(bert(classified), truth)), truth) == [True] * 3
-    truth = batches(spoken, 3, 1)
-    wave, known = seen(gpt2(spoken), truth)
-    assert recovered(read(dager(maps="query"), wave, known), truth) == [False] * 3
-    assert recovered(read(dager(), wave, known), truth) == [True] * 3
-
-
 def test_unreadable_input_is_refused(classified: Text) -> None:
     (batch,) = batches(classified, 1, 1)
     wave, known = seen(model := bert(classified), [batch])

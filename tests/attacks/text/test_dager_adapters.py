@@ -93,7 +93,7 @@ def test_the_rank_decides_what_two_factors_of_rank_8_tell(count: int, trained: b
     """On paper: at B = 0 fewer than 8 inputs show in A x; with B, 2 x 8 combinations span fewer than 16 inputs."""
     inputs, (update, params, maps) = drawn(count, 8, 2, trained)
     if kind is None:
-        with pytest.raises(Unreadable, match="dimensions"):
+        with pytest.raises(Unreadable):
             block_span(update, params, maps, 60, 20, generator("span"))
         return
     found = block_span(update, params, maps, 60, 20, generator("span"))

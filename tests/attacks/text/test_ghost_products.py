@@ -51,7 +51,7 @@ def gpt2(words: Tokenizer, width: int = LARGE) -> LanguageModel:
 
 
 def three(words: Tokenizer, width: int = LARGE) -> LanguageModel:
-    return transformer3((LENGTH,), words, "next_token", 2, width, hidden=300, learned_positions=True)
+    return transformer3((LENGTH,), words, "next_token", 2, width, hidden=300)
 
 
 MODELS = [bert, gpt2, three]
@@ -272,5 +272,5 @@ def test_nothing_but_word_embeddings_is_nothing_to_compare(words: Tokenizer) -> 
     model = bert(words, 16)
     wave, known, _ = seen_of(model, chain(local_sgd(RATE)))
     alone = replace(wave, update={model.parts.word: wave.update[model.parts.word]})
-    with pytest.raises(Unreadable, match="embeddings"):
+    with pytest.raises(Unreadable):
         Matcher(alone, known, "cosine")

@@ -85,7 +85,7 @@ def test_it_is_trained_once(text: Tensor, monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(first([[2, 10, 11, 3]]), again([[2, 10, 11, 3]]))
     assert first.record == again.record
     assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
-    with pytest.raises(AssertionError, match="it was kept"):
+    with pytest.raises(AssertionError, match="kept"):
         TrainedPrior(text[1:], 0, 1500, SMALL)
 
 
@@ -137,9 +137,7 @@ def test_a_model_that_is_not_there_is_refused_without_asking_a_hub(
 
     monkeypatch.setattr("socket.create_connection", never)
     monkeypatch.setattr("socket.getaddrinfo", never)
-    with pytest.raises(ValueError, match="folder"):
-        PretrainedPrior(tmp_path / "none", words)
     saved(tmp_path, words)  # without a network
-    for source in ("gpt2-that-is-not-there", tmp_path):
-        with pytest.raises(ValueError, match="loaded"):
+    for source, named in ((tmp_path / "none", "folder"), ("gpt2-that-is-not-there", "loaded"), (tmp_path, "loaded")):
+        with pytest.raises(ValueError, match=named):
             PretrainedPrior(source, words)

@@ -76,5 +76,5 @@ def test_unreadable_input_is_refused(spoken: Text, classified: Text, monkeypatch
     wave, known = seen(gpt2(spoken), batches(spoken, 2, 1)[:1])
     monkeypatch.setattr("fedgauge.attacks.text.somp.MOST_NUMBERS", 1000)
     assert refused(read(somp(), wave, known), "dager")
-    with pytest.raises(Unreadable, match="subspace"):
+    with pytest.raises(Unreadable):
         head_subspaces({"q": torch.zeros(8, 8)}, BLOCK, 2)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedgauge.client import app as module
 from fedgauge.client.app import FAILED, NOT_GRADED, REFUSED, app
+from fedgauge.client.deployment.self_grading import NOT_ALLOWED
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import REASON, WITHHELD
@@ -150,8 +151,7 @@ def test_a_round_is_answered_once_a_run(write: Write) -> None:
     path = write(chain=[SGD, GAUSSIAN])
     where = context(path)
     assert not app(ask(2), where).has_error()
-    assert error(app(ask(2), where)) == (REFUSED, "this client has already answered in round 2 of this run")
-    assert error(app(ask(2), context(path))) == (REFUSED, "this client has already answered in round 2 of this run")
+    assert error(app(ask(2), where))[0] == error(app(ask(2), context(path)))[0] == REFUSED
     assert not app(ask(3), where).has_error()
     assert not app(ask(2), context(path, run=2)).has_error(), "a run that was resumed has another number"
 
@@ -162,8 +162,7 @@ def test_an_owner_bounds_what_all_runs_together_get(write: Write) -> None:
     assert not app(ask(1), context(path)).has_error()
     assert not app(ask(1), context(path, run=2)).has_error()
     for run, round in ((3, 1), (1, 2)):
-        told = error(app(ask(round), context(path, run=run)))
-        assert told == (REFUSED, "this client has sent as many updates as its owner allows")
+        assert error(app(ask(round), context(path, run=run)))[0] == REFUSED
 
 
 @pytest.mark.parametrize("round", [0, -1, 6, 2**40])
@@ -173,7 +172,7 @@ def test_a_round_beyond_the_protocols_is_refused(write: Write, round: int) -> No
 
 def test_a_proximal_term_that_the_owner_does_not_apply_is_refused(write: Write) -> None:
     reply = app(ask(1, **{"proximal-mu": 0.5}), context(write()))
-    assert error(reply) == (REFUSED, "the server asks for a different proximal-mu than this client applies")
+    assert error(reply)[0] == REFUSED
 
 
 def raw(shape: tuple[int, ...], kind: str, data: bytes) -> Array:
@@ -269,7 +268,7 @@ def test_scores_come_back_and_nothing_else(write: Write) -> None:
 def test_an_owner_who_says_nothing_answers_nothing(write: Write) -> None:
     path = write(grading={})
     x = trained(path)
-    assert error(app(question({"dlg": x}), context(path))) == (NOT_GRADED, "the owner does not allow it")
+    assert error(app(question({"dlg": x}), context(path))) == (NOT_GRADED, NOT_ALLOWED)
     assert (log(path)[-1]["event"], log(path)[-1]["what"]) == ("refused", "grade")
 
 
@@ -284,9 +283,7 @@ def test_neither_a_restart_nor_a_new_run_gives_more_answers(write: Write) -> Non
             assert torch.equal(trained(path, run=2), x)
         reply = app(question({"c": near(x, 0.4)}), context(path, run=run))
         assert dict(reply.content.metric_records["psnr"]) == {}
-        assert "as many questions about these examples were answered" in str(
-            reply.content.config_records["refused"]["c"]
-        )
+        assert set(reply.content.config_records["refused"]) == {"c"}
 
 
 @pytest.mark.parametrize(
@@ -302,10 +299,10 @@ def test_images_that_are_none_are_refused_before_memory_is_taken(write: Write, a
     path = write()
     trained(path)
     tracemalloc.start()
-    code, reason = error(app(question(ArrayRecord({"dlg": array})), context(path)))
+    code, _ = error(app(question(ArrayRecord({"dlg": array})), context(path)))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (code, "not those that belong here" in reason) == (NOT_GRADED, True)
+    assert code == NOT_GRADED
     assert "dlg" in log(path)[-1]["reason"]  # which only the owner reads
     assert peak < 60_000_000  # the owner's images are read
 
@@ -313,7 +310,7 @@ def test_images_that_are_none_are_refused_before_memory_is_taken(write: Write, a
 def test_a_simulation_does_not_grade_at_its_clients() -> None:
     where = Context(1, NODE, {"partition-id": 0}, RecordDict(), {"protocol": protocol().to_json()})
     reply = app(question({"dlg": torch.zeros(4, 1, 28, 28)}), where)
-    assert error(reply) == (NOT_GRADED, "the server of a simulation grades by itself")
+    assert error(reply)[0] == NOT_GRADED
 
 
 # ------------------------------------------------------------------------------------------------------------------ guard

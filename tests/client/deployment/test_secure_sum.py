@@ -660,26 +660,18 @@ def test_an_answer_that_is_none_is_as_one_that_did_not_come(step: str, answer: R
     assert (unmasked(group, found) == plain_sum(FIVE, held, inside)).all()
 
 
-@pytest.mark.parametrize("far", [2**31, 2**30, -(2**29)])
-def test_no_vector_moves_a_mean_beyond_the_clip(far: int) -> None:
+@pytest.mark.parametrize("far", [2**31, 2**30, -(2**29), None])
+def test_no_vector_moves_a_mean_beyond_the_clip_and_wrong_shares_spoil_no_sum_unnoticed(far: int | None) -> None:
     """One entry of one client's masked vector, changed: the mean's would be billions of times the clip."""
 
     def spoil(now: str, answers: dict[int, Record]) -> dict[int, Record]:
-        if now == "mask":
+        if now == "mask" and far is not None:
             masked = cast(NDArray[Any], answers[12]["masked"]).copy()
             masked[:1] += np.uint64(far * 2**32 % 2**64)
             answers[12] = {"masked": masked}
-        return answers
-
-    with pytest.raises(ValueError, match="lied"):
-        Group(FIVE, updates(size=2)).sum(tamper=spoil)
-
-
-def test_wrong_shares_spoil_no_sum_unnoticed() -> None:
-    def spoil(now: str, answers: dict[int, Record]) -> dict[int, Record]:
-        if now == "unmask":
+        if now == "unmask" and far is None:
             answers[10] = {**answers[10], "shares": [bytes(SHARE)] * 5}
         return answers
 
-    with pytest.raises(ValueError, match="secret"):
+    with pytest.raises(ValueError, match="secret" if far is None else "lied"):
         Group(FIVE, updates(size=2)).sum(tamper=spoil)

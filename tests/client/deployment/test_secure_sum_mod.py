@@ -357,32 +357,10 @@ def test_sums_of_signs_and_of_masked_entries_have_no_closed_form(make_federation
     assert not [p for p in plan.attacks if p.role in LIMITS or p.tune != "off"], "no limit, and nothing to tune to"
 
 
-def test_groups_are_of_consecutive_clients_or_drawn_anew_in_each_round(make_federation: MakeFederation) -> None:
+def test_groups_are_of_consecutive_clients(make_federation: MakeFederation) -> None:
     fixed = make_federation(**EIGHT, secure_sum={"group": 4}).protocol
-    assert [fixed.groups(r) for r in (1, 2)] == [[(0, 1, 2, 3), (4, 5, 6, 7)]] * 2
-    drawn = make_federation(**EIGHT, secure_sum={"group": 2, "drawn": True}).protocol
-    rounds = [drawn.groups(r) for r in range(1, 9)]
-    assert len({str(groups) for groups in rounds}) > 4
-    for groups in rounds:
-        assert sorted(c for group in groups for c in group) == list(range(8))
-        assert groups == sorted(groups)
-        assert all(len(group) == 2 and group[0] < group[1] for group in groups)
-    assert rounds == [Protocol.from_json(drawn.to_json()).groups(r) for r in range(1, 9)]
-    assert make_federation(**EIGHT).protocol.groups(1) == [(c,) for c in range(8)]
-
-
-def test_stragglers_are_not_in_a_sum(make_federation: MakeFederation) -> None:
-    late = {"probability": 0.3}
-    fed = make_federation(**EIGHT, stragglers=late, secure_sum={"group": 4, "threshold": 3})
-    protocol = fed.protocol
-    sizes = set()
-    for round in (1, 2, 3):
-        for group in protocol.groups(round):
-            present = tuple(c for c in group if not protocol.misses(c, round))
-            assert all(protocol.members(c, round) == present for c in group)
-            assert len(fed.batch_at(group[0], round).y) == 2 * len(present)
-            sizes.add(len(present))
-    assert len(sizes) > 1, "a seed in which groups differ"
+    assert fixed.groups == [range(4), range(4, 8)] and fixed.group(6) == range(4, 8) and fixed.group(8) == range(8, 9)
+    assert make_federation(**EIGHT).protocol.groups == [range(c, c + 1) for c in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -404,6 +382,6 @@ def test_an_impossible_secure_sum_is_refused(tables: Callable[..., Any], table: 
 
 
 def test_the_protocol_travels_with_its_secure_sum(make_federation: MakeFederation) -> None:
-    protocol = make_federation(**EIGHT, secure_sum={"group": 4, "threshold": 3, "drawn": True}).protocol
+    protocol = make_federation(**EIGHT, secure_sum={"group": 4, "threshold": 3}).protocol
     assert Protocol.from_json(protocol.to_json()) == protocol
     assert "secure_sum" not in make_federation(**EIGHT).protocol.to_json()

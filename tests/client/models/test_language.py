@@ -130,8 +130,6 @@ def test_a_decoder_does_not_look_ahead(words: Tokenizer) -> None:
         changed[0, 3] = ids[0, 0]
         assert not torch.equal(model(ids)[:, 3], model(changed)[:, 3])
         torch.testing.assert_close(model(ids)[:, :3], model(changed)[:, :3])
-    seeing = transformer3((LENGTH,), words, "next_token", width=16, heads=2, causal=False)
-    assert (seeing(ids)[:, 0] - seeing(changed)[:, 0]).abs().max() > 1e-4
 
 
 EXPECTED = {

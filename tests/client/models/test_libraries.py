@@ -70,12 +70,13 @@ def test_weights_come_from_a_file_and_a_classifier_of_other_classes_is_drawn(tmp
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file(timm(COLOUR, 10, "resnet10t").state_dict(), path)
-    with pytest.raises(ValueError, match="fit"):
-        timm(COLOUR, 10, "resnet14t", path)
     spoiled = timm(COLOUR, 10, "resnet10t").state_dict()
     spoiled["fc.bias"] = torch.full_like(spoiled["fc.bias"], float("nan"))
-    save_file(spoiled, path)
-    with pytest.raises(ValueError, match=r"finite 'fc.bias'"):
-        timm(COLOUR, 10, "resnet10t", path)
-    with pytest.raises(ValueError, match="none.safetensors"):
-        timm(COLOUR, 10, "resnet10t", tmp_path / "none.safetensors")
+    save_file(spoiled, tmp_path / "spoiled.safetensors")
+    for name, file, named in (
+        ("resnet14t", path.name, "fit"),
+        ("resnet10t", "spoiled.safetensors", "'fc.bias'"),
+        ("resnet10t", "none.safetensors", "none.safetensors"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            timm(COLOUR, 10, name, tmp_path / file)

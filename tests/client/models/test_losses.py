@@ -245,7 +245,7 @@ def test_a_loss_of_whole_labels_and_a_link_that_blends_them_exclude_each_other(
     own: None, make_federation: MakeFederation
 ) -> None:
     blend = [{"use": "mixup", "alpha": 0.5}, SGD]
-    with pytest.raises(SpecError, match="mylosses:focal"):
+    with pytest.raises(SpecError):
         make_federation(loss={"use": "mylosses:focal"}, chain=blend, data={"batch_size": 2}).check()
     make_federation(loss=SQUARED, chain=blend, data={"batch_size": 2}).check()
 

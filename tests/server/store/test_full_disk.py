@@ -2,8 +2,7 @@
 
 import errno
 import os
-import signal
-import subprocess
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store import checkpoint, tape
 from fedgauge.server.store.run import Run
+from fedgauge.simulations.run.in_memory import train
+from tests.forks import forked
 
 FULL = f"not recorded: {os.strerror(errno.ENOSPC)}"
 
@@ -67,16 +68,13 @@ def test_weights_without_an_update_are_deleted(kit: Any, tmp_path: Path, monkeyp
     assert list((run.folder / "tape").iterdir()) == []
 
 
-LIMITED = """
-import json, resource, sys
-from pathlib import Path
-from fedgauge.server.store.run import Run
-from fedgauge.simulations.run.in_memory import train
-run = Run.open(Path(sys.argv[1]))
-size = int(sys.argv[2])
-resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-train(run)
-"""
+def train_limited(run: Run, size: int) -> None:
+    """Train where no file may be larger, and exit with the error's number."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    try:
+        train(run)
+    except OSError as error:
+        sys.exit(error.errno)
 
 
 @pytest.mark.slow
@@ -85,12 +83,9 @@ def test_a_real_limit_of_the_system_is_survived(kit: Any, tmp_path: Path) -> Non
     """The kernel's own refusal: files larger than the ledger's cannot be written, neither tape nor checkpoint nor model."""
     changes = dict(clients=2, rounds=2, model={"use": "mlp", "hidden": [300]})  # 950 kB of weights
     run = kit.make_run(tmp_path / "run", kit.scenario(**changes), tape=False)
-    command = [sys.executable, "-c", LIMITED, str(run.folder), str(700_000)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and done.returncode != -signal.SIGXFSZ, done.stderr
-    assert done.stderr.rstrip().endswith(f"OSError: [Errno {errno.EFBIG}] File too large"), (
-        "but for the model, at the end"
-    )
+    child = forked(train_limited, run, 700_000)
+    child.join()
+    assert child.exitcode == errno.EFBIG, "for the model, at the end"
     found = rows(run)
     assert set(found) == {(r, c) for r in (1, 2) for c in (0, 1)}
     assert set(found.values()) == {("accepted", f"not recorded: {os.strerror(errno.EFBIG)}", False)}

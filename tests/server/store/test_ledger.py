@@ -1,12 +1,12 @@
 """Rounds and replies come back, and nothing is lost or doubled, whichever process dies in between."""
 
 import random
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Lease, Participation, Progress, RecordedProblem
+from tests.forks import FORK, forked
 from tests.server.store.ledgers import accepted, filled, finish, jobs, plan_of, rows_of
 
 
@@ -96,26 +98,13 @@ def test_two_connections_never_lease_the_same_job(path: Path) -> None:
         assert ledger.progress() == Progress(done=100)
 
 
-WORKER = """
-import random, sys, time
-from pathlib import Path
-from fedgauge.attacks.score_rows import ScoreRecord
-from fedgauge.server.store.ledger import Ledger
-ledger = Ledger(Path(sys.argv[1]))
-print("ready", flush=True)
-while (lease := ledger.lease()) is not None:
-    rows = {c: [ScoreRecord(lease.round, c, lease.attack.name, e, "psnr", 1.0, "converged", 0.1) for e in range(400)]
-            for c in lease.clients}
-    ledger.finish(lease, rows)
-    print(*lease.jobs, flush=True)
-"""
-
-
-def start_worker(path: Path) -> subprocess.Popen[str]:
-    child = subprocess.Popen([sys.executable, "-c", WORKER, str(path)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    return child
+def work_at(path: Path, done: Connection) -> None:
+    """Finish one lease after the other, and report the jobs of each."""
+    with Ledger(path) as ledger:
+        while (lease := ledger.lease()) is not None:
+            of = [ScoreRecord(lease.round, 0, lease.attack.name, e, "psnr", 1.0, "converged", 0.1) for e in range(400)]
+            ledger.finish(lease, {c: [replace(row, client=c) for row in of] for c in lease.clients})
+            done.send(lease.jobs)
 
 
 def test_a_process_killed_while_it_finishes_loses_no_row_and_doubles_none(path: Path) -> None:
@@ -124,12 +113,16 @@ def test_a_process_killed_while_it_finishes_loses_no_row_and_doubles_none(path: 
         total = ledger.progress().total
         chance, reported, unfinished = random.Random(0), set[int](), 0
         for _ in range(3):
-            child = start_worker(path)
-            assert child.stdout is not None
-            first = "".join(child.stdout.readline() for _ in range(chance.randint(1, 8)))  # it works on the next job
-            child.send_signal(signal.SIGKILL)
-            said = first + child.communicate()[0]
-            reported |= {int(word) for line in said.splitlines() for word in line.split()}
+            said, done_by = FORK.Pipe(duplex=False)
+            child = forked(work_at, path, done_by)
+            done_by.close()
+            for _ in range(chance.randint(1, 8)):
+                reported.update(said.recv())
+            child.kill()  # it works on the next job
+            with suppress(EOFError):
+                while True:
+                    reported.update(said.recv())
+            child.join()
             done = {j["id"] for j in jobs(ledger) if j["state"] == "done"}
             assert reported <= done
             counts = Counter(r[0] for r in ledger._db.execute("SELECT job_id FROM scores"))

@@ -44,7 +44,7 @@ def test_a_ledger_of_another_version_is_refused_and_unchanged(path: Path, versio
     db.execute(f"PRAGMA user_version = {version}")
     db.close()
     before = path.read_bytes()
-    with pytest.raises(LedgerError, match=f"version {version}"):
+    with pytest.raises(LedgerError, match=str(version)):
         Ledger(path, readonly=readonly)
     assert path.read_bytes() == before
 
@@ -68,11 +68,12 @@ def test_a_reader_finds_every_row_once_in_whatever_pieces_it_asks(path: Path) ->
 
 def test_a_reader_cannot_write_and_does_not_wait(path: Path) -> None:
     with filled(path, plan_of("a")) as ledger:
-        with Ledger(path, readonly=True) as reader, pytest.raises(sqlite3.OperationalError, match="readonly"):
+        with Ledger(path, readonly=True) as reader, pytest.raises(sqlite3.OperationalError) as refused:
             reader.set_meta(state="mine")
+        assert refused.value.sqlite_errorcode == sqlite3.SQLITE_READONLY
         ledger._db.execute("PRAGMA locking_mode = EXCLUSIVE")
         ledger.set_meta(state="locked")
-        with pytest.raises(LedgerError, match="locked"):
+        with pytest.raises(LedgerError):
             Ledger(path, readonly=True)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def test_clients_are_sent_the_protocol_and_nothing_of_the_plan(kit: Any) -> None
         strategy={"use": "FedAdam", "eta": 0.123},
     )
     sent = scenario.protocol.to_json()
-    assert set(json.loads(sent)) == {"seed", "rounds", "clients", "data", "model", "chain", "stragglers"}
+    assert set(json.loads(sent)) == {"seed", "rounds", "clients", "data", "model", "chain"}
     for private in ("attack", "12345", "secret", "77", "attacked", "FedAdam", "0.123", "audit", "tape"):
         assert private not in sent
 
@@ -78,17 +79,13 @@ def test_epsilons_have_the_requested_delta(kit: Any) -> None:
     assert "privacy" not in scenario.protocol.to_json()
 
 
-@pytest.mark.parametrize(("chain", "privacy", "message"), [
-    (NOISY[:1], {}, r"\[privacy\]: the chain declares no noise, so it has no epsilon"),
-    ([NOISY[0], {"use": "sign"}], {"delta": 1e-6}, r"\[privacy\]: the chain declares no noise"),
-    ([NOISY[0], NOISY[2]], {}, r"\[privacy\]: no epsilon: noise \(gaussian\) without a clip before it bounds nothing"),
-    (NOISY, {"delta": 0}, r"\[privacy\]: delta must be above 0 and below 1, got 0"),
-    (NOISY, {"epsilon": 3}, r"\[privacy\]: unknown key 'epsilon' \(it has: delta\)"),
-])  # fmt: skip
-def test_a_scenario_that_asks_for_an_invalid_epsilon_is_refused(
-    kit: Any, chain: Any, privacy: Any, message: str
-) -> None:
-    with pytest.raises(SpecError, match=message):
+@pytest.mark.parametrize(
+    ("chain", "privacy"),
+    [(NOISY[:1], {}), ([NOISY[0], {"use": "sign"}], {"delta": 1e-6}), ([NOISY[0], NOISY[2]], {})]
+    + [(NOISY, {"delta": 0}), (NOISY, {"epsilon": 3})],
+)
+def test_a_scenario_that_asks_for_an_invalid_epsilon_is_refused(kit: Any, chain: Any, privacy: Any) -> None:
+    with pytest.raises(SpecError):
         kit.scenario(chain=chain, privacy=privacy)
     assert kit.scenario(chain=chain), "who does not ask may run it"
 
@@ -109,7 +106,7 @@ def test_fedproxs_weight_becomes_part_of_the_protocol(kit: Any) -> None:
 )
 def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: Any, mine: Any) -> None:
     own = {} if mine is None else {"proximal_mu": mine}
-    with pytest.raises(SpecError, match="proximal_mu"):
+    with pytest.raises(SpecError):
         kit.scenario(strategy={"use": "FedProx", "proximal_mu": mu}, chain=[{**SGD, **own}])
 
 
@@ -117,66 +114,33 @@ def test_two_different_mus_and_one_that_is_no_number_are_refused(kit: Any, mu: A
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "named"),  # of each table one; what its values may be is claimed of its own reader
     [
-        (
-            {"modle": {}},
-            "unknown key 'modle' (a scenario has: attack, audit, canaries, chain, clients, data, guard, loss, model, privacy, ",
-        ),
-        ({"modle": {}}, "; did you mean 'model'?"),
-        ({"rounds": 0}, "rounds must be at least 1, got 0"),
-        ({"clients": "four"}, "clients must be an integer, got 'four'"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
-        ({"seed": 2**63}, "seed must fit in 64 bits, got 9223372036854775808"),
-        ({"strategy": "FedAvg"}, "[strategy] must be a table, got 'FedAvg'"),
-        ({"attack": {"use": "dlg"}}, "[[attack]] must be a list, got {'use'"),
-        ({"attack": ["dlg"]}, "[[attack]] #1 must be a table, got 'dlg'"),
-        ({"attack": [{"use": "dgl"}]}, "[[attack]] #1: unknown component 'dgl'; did you mean 'dlg'?"),
-        ({"attack": [{"iterations": 3}]}, '[[attack]] #1: needs use = "name", got None; an attack is one of '),
-        (
-            {"attack": [{"use": "dlg", "rat": 1.0}]},
-            "[[attack]] #1: unknown key 'rat' (it has: ",
-        ),
-        (
-            {"attack": [{"use": "dlg"}, {"use": "dlg", "iterations": 9}]},
-            "[[attack]]: two attacks are called 'dlg'; give one of them a name",
-        ),
-        (
-            {"attack": [{"use": "dlg", "name": "mean_image"}]},
-            "[[attack]]: two attacks are called 'mean_image'",
-        ),
-        ({"audit": {"rounds": [0]}}, "[audit]: rounds must be in 1..3, got 0"),
-        ({"audit": {"rounds": 2}}, "[audit]: rounds must be a list, each an integer, got 2"),
-        ({"audit": {"clients": [4]}}, "[audit]: clients must be in 0..3, got 4"),
-        ({"audit": {"every": 0}}, "[audit]: every must be at least 1, got 0"),
-        ({"audit": {"devices": 0}}, "[audit]: devices must be a string or a list, each a string, got 0"),
-        ({"audit": {"precision": "fp16"}}, "[audit]: precision must be one of 'ieee', 'tf32', got 'fp16'"),
-        ({"audit": {"workers": 0}}, "[audit]: workers must be at least 1, got 0"),
-        (
-            {"audit": {"worker": 1}},
-            "[audit]: unknown key 'worker' (it has: ",
-        ),
-        ({"tape": {"kep": "all"}}, "[tape]: unknown key 'kep' (it has: keep, retention_days, replies)"),
-        ({"audit": {"rounds": [1], "every": 2}}, "[audit]: every has no effect"),
-        ({"audit": {"curious": "no"}}, "[audit]: curious must be true or false, got 'no'"),
-        ({"model": {"use": "mlp", "hidden": [2**63]}}, "[model]: hidden[0] must fit in 64 bits"),
-        ({"simulation": {"round_timeout": 0}}, "[simulation]: round_timeout must be above 0, got 0"),
-        ({"stragglers": {"probability": 1.0}}, "[stragglers]: probability must be at least 0 and below 1, got 1.0"),
-        ({"chain": [CLIP]}, "[[chain]]: a chain needs one local_sgd, local_training or scaffold"),
-        (
-            {"chain": [{"use": "clip", "max_nrom": 1.0}, SGD]},
-            "[[chain]] #1: unknown key 'max_nrom' (it has: max_norm, each)",
-        ),
+        ({"modle": {}}, "'model'?"),
+        ({"rounds": 0}, "rounds"),
+        ({"clients": "four"}, "'four'"),
+        ({"seed": 2**63}, "seed"),
+        ({"strategy": "FedAvg"}, "[strategy]"),
+        ({"attack": {"use": "dlg"}}, "[[attack]]"),
+        ({"attack": ["dlg"]}, "[[attack]] #1"),
+        ({"attack": [{"use": "dgl"}]}, "'dlg'?"),
+        ({"attack": [{"iterations": 3}]}, "use = "),
+        ({"audit": {"precision": "fp16"}}, "'tf32'"),
+        ({"audit": {"workers": 0}}, "workers"),
+        ({"audit": {"worker": 1}}, "'worker'"),
+        ({"tape": {"kep": "all"}}, "retention_days"),
+        ({"model": {"use": "mlp", "hidden": [2**63]}}, "[model]: hidden[0]"),
+        ({"simulation": {"round_timeout": 0}}, "round_timeout"),
+        ({"chain": [{"use": "clip", "max_nrom": 1.0}, SGD]}, "[[chain]] #1"),
     ],
     ids=str,
 )
 def test_mistakes_name_file_table_value_and_what_is_allowed(
-    kit: Any, tmp_path: Path, changes: dict[str, Any], words: str
+    kit: Any, tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     path = write(tmp_path, kit.tables(**changes))
-    with pytest.raises(SpecError) as mistake:
+    with pytest.raises(SpecError, match=f"^{path}: .*{re.escape(named)}"):
         Scenario.load(path)
-    assert str(mistake.value).startswith(f"{path}: ") and words in str(mistake.value)
 
 
 @pytest.mark.parametrize("missing", ["rounds", "clients", "data", "model"])
@@ -188,13 +152,12 @@ def test_a_missing_key_is_named(kit: Any, tmp_path: Path, missing: str) -> None:
 
 
 def test_a_missing_file_a_folder_and_broken_toml_are_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.toml", tmp_path):
+    broken = {f"{k}.toml": data for k, data in enumerate((b"rounds = ", b"\xff\xfe", b"a = 1\na = 2"))}
+    for name, data in broken.items():
+        (tmp_path / name).write_bytes(data)
+    for path in (tmp_path / "none.toml", tmp_path, *(tmp_path / name for name in broken)):
         with pytest.raises(SpecError, match=str(path)):
             Scenario.load(path)
-    for data in (b"rounds = ", b"\xff\xfe", b"a = 1\na = 2"):
-        (tmp_path / "broken.toml").write_bytes(data)
-        with pytest.raises(SpecError, match="broken.toml"):
-            Scenario.load(tmp_path / "broken.toml")
 
 
 JUNK = st.sampled_from(
@@ -215,7 +178,6 @@ FULL: dict[str, Any] = {
     "audit": {"rounds": [1], "clients": [0], "wave": 1, "executor": "local", "workers": 1, "curious": True},
     "tape": {"keep": "all"},
     "simulation": {"parallel_clients": 1, "round_timeout": 5.0},
-    "stragglers": {"probability": 0.1},
 }
 
 
@@ -294,9 +256,9 @@ def test_any_text_is_a_setting_or_a_mistake_in_words(kit: Any, path: str, value:
 def test_settings_are_checked_like_the_file(kit: Any, tmp_path: Path) -> None:
     path = write(tmp_path, kit.tables())
     assert Scenario.load(path, ["rounds=2", "audit.rounds=[2]"]).plan.rounds == (2,)
-    with pytest.raises(SpecError, match=r"\[audit\]: rounds"):
+    with pytest.raises(SpecError):
         Scenario.load(path, ["rounds=2", "audit.rounds=[3]"])
-    with pytest.raises(SpecError, match="--set nonsense"):
+    with pytest.raises(SpecError):
         Scenario.load(path, ["nonsense"])
 
 
@@ -308,7 +270,7 @@ def test_fewer_rounds_leave_out_the_attacked_ones_beyond(kit: Any, tmp_path: Pat
     assert Scenario.load(path, rounds=20).plan.rounds == (1, 2, 8, 9)
     for rounds, attacked in ((0, [1]), (2, [0, 1]), (2, ["x"])):
         path = write(tmp_path, kit.tables(rounds=9, audit={"rounds": attacked}))
-        with pytest.raises(SpecError, match="rounds"):
+        with pytest.raises(SpecError):
             Scenario.load(path, rounds=rounds)
 
 

@@ -263,11 +263,8 @@ def simulated(
     return (dict(result.arrays.to_torch_state_dict()) if result.arrays else params), intakes, validator
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-def test_fedavg_trains_the_same_model_with_and_without_a_secure_sum(kit: Any, drawn: bool) -> None:
-    alone, together = (
-        simulated(kit, kit.scenario(**EIGHT, **table)) for table in ({}, {"secure_sum": {"group": 4, "drawn": drawn}})
-    )
+def test_fedavg_trains_the_same_model_with_and_without_a_secure_sum(kit: Any) -> None:
+    alone, together = (simulated(kit, kit.scenario(**EIGHT, **table)) for table in ({}, {"secure_sum": {"group": 4}}))
     assert 0 <= distance(alone[0], together[0]) < 1e-6
     assert distance(alone[0], Federation(kit.scenario(**EIGHT).protocol).initial()[0]) > 1e-3
     assert [len(i.accepted) for i in together[1]] == [2, 2, 2]
@@ -286,29 +283,6 @@ def test_the_tap_and_the_strategy_see_one_reply_for_each_group(kit: Any) -> None
             weights = dict(reply.content.array_records["arrays"].to_torch_state_dict())
             assert distance(weights, {k: t + seen.update[k] for k, t in intake.params.items()}) == 0
             assert dict(reply.content.metric_records["metrics"]) == {"num-examples": 4}
-
-
-def test_stragglers_leave_a_smaller_sum_or_none(kit: Any) -> None:
-    late = {"stragglers": {"probability": 0.25}, "rounds": 6}
-    scenario = kit.scenario(**EIGHT, **late, secure_sum={"group": 4, "threshold": 3})
-    _, intakes, _ = simulated(kit, scenario, 6)
-    seen = set()
-    for intake in intakes:
-        rejected = {s.client: s.reason for s in intake.refused if s.status == "rejected"}
-        accepted = {a.client: a for a in intake.accepted}
-        for group in scenario.protocol.groups(intake.round):
-            members = scenario.protocol.members(group[0], intake.round)
-            seen.add(len(members))
-            if len(members) >= 3:
-                assert accepted[members[0]].examples == len(members)
-                truth = scenario.federation.client_update(intake.params, {}, members[0], intake.round)
-                assert distance(accepted[members[0]].update, truth) < 1e-7
-            else:
-                assert all("no secure sum" in rejected[c] for c in members)
-        assert {s.client for s in intake.refused if s.status == "missing"} == {
-            c for c in range(8) if scenario.protocol.misses(c, intake.round)
-        }
-    assert {2, 3, 4} <= seen
 
 
 def test_a_reply_that_the_door_refuses_costs_its_group_the_round(kit: Any) -> None:
@@ -332,7 +306,7 @@ def test_a_reply_that_the_door_refuses_costs_its_group_the_round(kit: Any) -> No
 
 
 def test_a_secure_sum_of_some_clients_is_refused(kit: Any) -> None:
-    with pytest.raises(SpecError, match="fraction_train"):
+    with pytest.raises(SpecError):
         kit.scenario(**EIGHT, secure_sum={"group": 4}, strategy={"use": "FedAvg", "fraction_train": 0.5})
 
 

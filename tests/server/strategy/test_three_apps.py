@@ -260,7 +260,7 @@ def test_a_reply_with_fewer_arrays_is_recorded_and_its_audit_asks_what_is_frozen
         first = ledger.observations()[0]
         assert (first["status"], first["reason"]) == ("accepted", "")
         assert len(run.tape().read(1, first["client"], first["digest"]).update) == 2
-        with pytest.raises(UploadMismatch, match="freeze"):
+        with pytest.raises(UploadMismatch):
             read_observation(run, ledger, run.scenario().federation, 1, first["client"], first["digest"])
     assert main(["audit", str(run.folder)]) == 1
     assert "freeze" in "".join(capsys.readouterr())

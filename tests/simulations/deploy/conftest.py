@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.simulations.deploy import supervisor
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.services import Service
-from fedgauge.simulations.deploy.supervisor import LocalDeployment
+from fedgauge.simulations.deploy.local_start import LocalDeployment
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +25,15 @@ def fresh(made: Deployment, tmp_path: Path) -> Deployment:
 
 
 @pytest.fixture
-def local(fresh: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalDeployment]:
+def local(fresh: Deployment) -> Iterator[LocalDeployment]:
     """A local start with small programs in the place of Flower's."""
-    monkeypatch.setattr(supervisor, "PAUSE", 0.0)
     made = LocalDeployment(fresh, "a-run")
     yield made
     made.close()
 
 
-def program(local: LocalDeployment, name: str, code: str, restart: str = "unless-stopped") -> None:
-    local.services[name] = Service((sys.executable, "-c", code), restart)  # type: ignore[arg-type]
+def program(local: LocalDeployment, name: str, code: str) -> None:
+    local.commands[name] = (sys.executable, "-c", code)
     local.begin(name)
 
 

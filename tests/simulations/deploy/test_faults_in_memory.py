@@ -24,6 +24,7 @@ from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.simulations.checks.owner_check import privacy
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
+from tests.owned import OwnedGrid, train_owned
 from tests.small_runs import DEPLOYED
 
 SCENARIO = (
@@ -41,7 +42,7 @@ class Died(BaseException):
     """In the place of a kill."""
 
 
-class Troubled(in_memory.MemoryGrid):
+class Troubled(OwnedGrid):
     """Client 1 is killed in round 2, client 0 is cut off in round 3; both are back in the next round."""
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -94,7 +95,7 @@ def test_a_run_through_many_faults_ends_complete(tmp_path: Path, monkeypatch: py
     with pytest.raises(Died):
         serve(run, Dying())
     assert deployment.begin("one") == (run, True), "the next start goes on with it"
-    in_memory.train(run, owners, number=2)
+    train_owned(run, owners, number=2)
     serve(run, LocalExecutor())
     complete(run, {(2, 1), (3, 0)})
 
@@ -114,7 +115,7 @@ def complete(run: Run, lost: set[tuple[int, int]]) -> None:
         assert {(round, client) for round, client, *_ in rows} == accepted
 
 
-class Late(in_memory.MemoryGrid):
+class Late(OwnedGrid):
     """Client 1's first update comes after the round's end; the server dies in a round, with all updates there."""
 
     dies: int | None = None

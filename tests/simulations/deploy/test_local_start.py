@@ -1,7 +1,6 @@
 """A local start trains, reports its state, and ends in order."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -17,11 +16,11 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run, RunBusy
 from fedgauge.simulations.cli import main as cli
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.local_start import _why, down
-from fedgauge.simulations.deploy.supervisor import LocalDeployment
+from fedgauge.simulations.deploy.local_start import LocalDeployment, down
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.launch import TrainingFailed
+from tests.forks import hold
 from tests.simulations.deploy.conftest import SLEEP, linux, program
 from tests.waiting import wait_for
 
@@ -54,45 +53,38 @@ def test_a_run_that_cannot_go_on_is_reported_before_anything_is_started(
 
 
 @linux
-def test_a_superlink_that_died_is_named_and_not_who_died_of_it(local: LocalDeployment, tmp_path: Path) -> None:
-    run = create_run(local.deployment.scenario(), tmp_path / "run", mode="deployment")
-    program(local, "superlink", "import time; print('linked', flush=True); time.sleep(120)")
-    program(local, "start", "raise SystemExit(1)", "no")
-    local.children["start"].wait()
-    with run.ledger() as ledger:
-        assert _why(local, ledger, 1).startswith("the deployment failed: start: exit status 1")
-        wait_for(lambda: "linked" in local.deployment.log("superlink").read_text())
-        local.children["superlink"].kill()
-        local.children["superlink"].wait()
-        assert re.fullmatch(
-            r"the SuperLink died, and .*\n--- the end of .*superlink.log:\nlinked", _why(local, ledger, 1)
-        )
-        wait_for(lambda: local.poll() or local.status("superlink") is None)
-        assert _why(local, ledger, 1).startswith("the SuperLink died"), "it is up again, and the run is not"
+def test_all_that_was_started_ends_with_the_start_even_what_left_its_group(local: LocalDeployment) -> None:
+    stray = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True); {SLEEP}"
+    )
+    for name in ("one", "two"):
+        program(local, name, stray)
+    wait_for(lambda: len(processes.marked(local.mark)) == 4)
+    facts = json.loads((local.deployment.folder / "up.json").read_text())
+    assert facts["pids"] == {name: child.pid for name, child in local.children.items()}
+    local.close()
+    assert processes.marked(local.mark) == [] and not local.scratch.exists()
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from fedgauge.server.store.run import Run
-with Run(Path(sys.argv[1])).lock("up"):
-    print("held", flush=True)
-    time.sleep(120)
-"""
+def test_a_needed_service_that_died_is_named_with_the_end_of_its_log(local: LocalDeployment) -> None:
+    program(local, "dashboard", "raise SystemExit(1)")
+    program(local, "superlink", "print('no such key'); raise SystemExit(9)")
+    for child in local.children.values():
+        child.wait()
+    with pytest.raises(TrainingFailed, match=r"superlink: exit status 9\n(.*\n)+no such key"):
+        local.check("superlink")
 
 
 @linux
 def test_a_deployment_is_up_once_and_down_asks_the_owner_of_it(fresh: Deployment) -> None:
-    with (
-        subprocess.Popen([sys.executable, "-c", HOLD, fresh.folder], stdout=subprocess.PIPE, text=True) as holder,
-        closing(LocalDeployment(fresh, "one")) as left,
-    ):
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(RunBusy, match=str(holder.pid)), Run(fresh.folder).lock("up"):
+    holder = hold(fresh.folder, "up")
+    with closing(LocalDeployment(fresh, "one")) as left:
+        with pytest.raises(RunBusy), Run(fresh.folder).lock("up"):
             pass
         program(left, "stray", SLEEP)
         assert down(fresh) == [left.children["stray"].pid]
-        assert holder.wait() == -signal.SIGTERM and left.children["stray"].wait() != 0
+        holder.join()
+        assert holder.exitcode == -signal.SIGTERM and left.children["stray"].wait() != 0
         assert down(fresh) == [], "nothing is left to end"
 
 

@@ -48,8 +48,9 @@ def test_the_server_is_believed_under_each_of_its_names(made: Deployment, name: 
 
 
 def test_the_server_is_not_believed_under_another_name(made: Deployment) -> None:
-    with pytest.raises(ssl.SSLCertVerificationError, match="elsewhere.example"):
+    with pytest.raises(ssl.SSLCertVerificationError) as refused:
         handshake(made.folder / "tls", made.folder / "tls", "elsewhere.example")
+    assert refused.value.verify_code == 62  # X509_V_ERR_HOSTNAME_MISMATCH
 
 
 def test_a_mutual_certificate_is_believed_of_who_connects_too_and_no_other_is(made: Deployment, tmp_path: Path) -> None:
@@ -58,10 +59,11 @@ def test_a_mutual_certificate_is_believed_of_who_connects_too_and_no_other_is(ma
         write_authority(tmp_path / name, mutual=True)
     here, elsewhere, deployed = tmp_path / "here", tmp_path / "elsewhere", made.folder / "tls"
     handshake(here, here, "127.0.0.1", client=here)
-    with pytest.raises(ssl.SSLCertVerificationError, match="certificate"):
+    with pytest.raises(ssl.SSLCertVerificationError):
         handshake(here, here, "127.0.0.1", client=elsewhere)
-    with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
+    with pytest.raises(ssl.SSLCertVerificationError) as refused:
         handshake(deployed, deployed, "127.0.0.1", client=deployed)
+    assert refused.value.verify_code == 26  # X509_V_ERR_INVALID_PURPOSE
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")

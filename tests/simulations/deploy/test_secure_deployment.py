@@ -22,6 +22,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.simulations.checks.owner_check import check_owner
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
+from tests.owned import OwnedGrid, train_owned
 from tests.small_runs import DEPLOYED
 
 SCENARIO = (
@@ -60,7 +61,7 @@ def deployed(
     return made, [made.folder / "clients" / str(k) / "client.toml" for k in range(clients)]
 
 
-class Leaving(in_memory.MemoryGrid):
+class Leaving(OwnedGrid):
     """Client 1's masked vector is lost in round 2; client 0 is gone when round 3's masks are to be removed."""
 
     def __init__(self, *arguments: object) -> None:
@@ -120,7 +121,7 @@ def test_the_model_is_that_without_a_secure_sum(tmp_path: Path) -> None:
     for name, text in {"summed": SUMMED, "plain": SCENARIO}.items():
         deployment, owners = deployed(tmp_path / name, text)
         run, _ = deployment.begin("one")
-        in_memory.train(run, owners)
+        train_owned(run, owners)
         models[name] = load_file(run.model)
     for key, value in models["plain"].items():
         torch.testing.assert_close(models["summed"][key], value, rtol=0, atol=1e-6)
@@ -153,7 +154,7 @@ def test_an_owner_who_has_agreed_to_something_else_sends_nothing(
     tables = {k: v for k, v in tomllib.loads(owners[2].read_text()).items() if k != "secure_sum"}
     owners[2].write_text(tomli_w.dumps(tables | ({} if mine is None else {"secure_sum": mine})))
     run, _ = deployment.begin("one")
-    in_memory.train(run, owners)
+    train_owned(run, owners)
     with run.ledger() as ledger:
         reasons = {o["reason"] for o in ledger.observations() if o["client"] == 2}
     log = (owners[2].parent / "state" / "log.jsonl").read_text()
@@ -162,17 +163,14 @@ def test_an_owner_who_has_agreed_to_something_else_sends_nothing(
 
 
 @pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ("group = 3", "needs clip"),
-        ("group = 3\nclip = 1.0\n[[model.defense]]\nuse = 'nothing'", "unknown component 'nothing'"),
-    ],
+    "table",
+    ["group = 3", "group = 3\nclip = 1.0\n[[model.defense]]\nuse = 'nothing'"],  # without clip; unknown
 )
-def test_terms_that_a_deployment_cannot_keep_are_refused_at_the_start(tmp_path: Path, table: str, words: str) -> None:
-    with pytest.raises(SpecError, match=words):
+def test_terms_that_a_deployment_cannot_keep_are_refused_at_the_start(tmp_path: Path, table: str) -> None:
+    with pytest.raises(SpecError):
         deployed(tmp_path / "a", SCENARIO + f"[secure_sum]\n{table}\n")
     norm = SCENARIO.replace('use = "mlp"\nhidden = [16]', 'use = "convnet"\nwidth = 1\nnorm = "batch"')
-    with pytest.raises(SpecError, match="BatchNorm"):
+    with pytest.raises(SpecError):
         deployed(tmp_path / "b", norm + "[secure_sum]\ngroup = 3\nclip = 1.0\n")
 
 
@@ -182,7 +180,7 @@ def test_five_clients_with_threshold_three_are_refused_unless_asked_for_by_name(
     path.write_text(text)
     for table in ("group = 5\nthreshold = 3\nclip = 1.0", "group = 5"):  # without clip it cannot be real
         path.write_text(text.split("[secure_sum]")[0] + f"[secure_sum]\n{table}\n")
-        with pytest.raises(SpecError, match="threshold|clip"):
+        with pytest.raises(SpecError):
             Deployment.create(tmp_path / "federation", 5, scenario=path)
     path.write_text(text + "colluders = 0\n")
     made = Deployment.create(tmp_path / "federation", 5, scenario=path)

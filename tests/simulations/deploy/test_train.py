@@ -28,6 +28,7 @@ from fedgauge.simulations.deploy.folder import DEMO, Deployment
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.exit_status import exit_status
+from tests.owned import OwnedGrid, train_owned
 from tests.waiting import wait_for
 
 OWN_NETS = """
@@ -76,7 +77,7 @@ def test_where_every_client_refuses_the_run_has_failed_and_says_why(foreign: Dep
     with allowing(["mynets"], [foreign.folder.parent]):
         run, _ = foreign.begin("one")
         with run.ledger() as ledger:
-            in_memory.train(run, owners(foreign))
+            train_owned(run, owners(foreign))
             reasons = [(o["client"], "this client does not build it" in o["reason"]) for o in ledger.observations(3)]
             assert reasons == [(0, True), (1, True), (2, True)]
             why = none_accepted(ledger, ended=True)
@@ -94,7 +95,7 @@ def test_an_owner_who_lets_the_code_be_loaded_takes_part_and_the_others_are_repo
     shutil.copy(foreign.folder.parent / "mynets.py", path.parent)
     with allowing(["mynets"], [foreign.folder.parent]):
         run, _ = foreign.begin("one")
-        in_memory.train(run, owners(foreign))
+        train_owned(run, owners(foreign))
         with run.ledger() as ledger:
             assert none_accepted(ledger, ended=True) == ""
             assert participation(ledger.observations()).startswith(
@@ -107,7 +108,7 @@ def test_a_client_that_is_away_has_a_row_that_says_so(made: Deployment, tmp_path
     """Two of three are there: the third is missing in each round, whoever was asked."""
     run = create_run(made.scenario(), tmp_path / "run", mode="deployment")
 
-    class Without(in_memory.MemoryGrid):
+    class Without(OwnedGrid):
         def get_node_ids(self) -> Iterable[int]:
             return [1, 3]
 

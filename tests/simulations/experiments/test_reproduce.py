@@ -155,10 +155,7 @@ def test_a_table_of_ones_own_is_one_file(own_table: Path, capsys: pytest.Capture
     [
         ('axes = ["defense"]', 'axes = ["defence"]', "'defense'"),
         ("mydefense:fog", "mydefense:fogg", "'mydefense:fogg'"),
-        ('use = "myattack:quotient"', 'use = "dlgg"\nname = "quotient"', "'dlg'"),
-        ("none.quotient", "non.quotient", "'non'"),
         ("[reference]", "[reference", "line"),
-        ("n = 4", "m = 4", "'m'"),
     ],
 )
 def test_a_mistake_in_ones_own_table_is_named_before_the_first_cell(

@@ -89,24 +89,22 @@ def test_a_finished_file_is_read_and_its_time_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "table", "named"),
+    ("changes", "table"),
     [
-        ({"name": "other"}, {}, "another name"),
-        ({"version": 2}, {}, "another version"),
-        ({}, {"seed": 3}, "another seed"),
-        ({}, {"n": 3}, "other cells"),
-        ({"environment": {"python": "2.7", "packages": {}}}, {}, "another python"),
-        ({"rows": [{"cell": "mlp"}]}, {}, "row"),
-        ({"rows": [{"here": "abc"}]}, {}, "'abc'"),
+        ({"name": "other"}, {}),
+        ({"version": 2}, {}),
+        ({}, {"seed": 3}),
+        ({}, {"n": 3}),
+        ({"environment": {"python": "2.7", "packages": {}}}, {}),
+        ({"rows": [{"cell": "mlp"}]}, {}),
+        ({"rows": [{"here": "abc"}]}, {}),
     ],
 )
-def test_a_file_of_anything_else_is_refused(
-    tmp_path: Path, changes: dict[str, Any], table: dict[str, Any], named: str
-) -> None:
+def test_a_file_of_anything_else_is_refused(tmp_path: Path, changes: dict[str, Any], table: dict[str, Any]) -> None:
     path = tmp_path / "figures.json"
     filled(path, **changes)
     before = path.read_bytes()
-    with pytest.raises(SpecError, match=named):
+    with pytest.raises(SpecError):
         opened(path, paper_table(**{"n": 2, **table}))
     assert path.read_bytes() == before
 

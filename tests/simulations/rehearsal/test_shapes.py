@@ -40,7 +40,11 @@ clientapp = "{name}:client"
 num-server-rounds = 1
 """
 FULL = pytest.mark.full
-FAR = ("groups", "modified", "dropped", "penalised", "smoothed")  # whose drafts give updates far from the clients'
+# whose drafts give updates far from the clients'
+FAR = (
+    *("groups", "modified", "dropped", "penalised", "smoothed", "drawn", "ragged", "softened"),
+    *("checkpointed", "signs"),
+)
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = (
     "fedgauge.simulations.rehearsal.rehearse",
@@ -78,9 +82,9 @@ def enter(arguments: tuple[str, ...], log: Path, scratch: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def apps_of_the_full_part_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have a process of their own, as users' apps have."""
-    if request.node.get_closest_marker("full"):
+def all_apps_but_one_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one has a process of its own, as users' apps have."""
+    if "epochs" not in request.node.name:
         FORKS.set_forkserver_preload([*IMPORTED])
         multiprocessing.forkserver.ensure_running()
         monkeypatch.setattr("fedgauge.simulations.rehearsal.rehearse.OwnProcess", Forked)
@@ -128,7 +132,8 @@ def names(normal: str, full: str) -> list[Any]:
     names(
         "epochs",
         "plain accumulated closure library batch_norm descents two_records own_loop own_strategy files weighted segments "
-        "older counted compiled decayed popped outside amplified settled_norm pictures",
+        "older counted compiled decayed popped outside amplified settled_norm pictures sized lazy measured "
+        "adversarial capturable compared",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
@@ -137,7 +142,7 @@ def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
     assert "rounding" in found.proof, found.proof
 
 
-@pytest.mark.parametrize("name", names("stateful rebound", "profiled empty"))
+@pytest.mark.parametrize("name", names("stateful rebound", "profiled empty traced"))
 def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Path) -> None:
     _, observed = observe(folder, folder.parent / "runs", {}, 1, Console(quiet=True))
     assert not observed.failed
@@ -165,6 +170,12 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("distilled", "loss", True, marks=FULL),
         pytest.param("dropped", "dropout", False, marks=FULL),
         pytest.param("half", "autocast", False, marks=FULL),
+        pytest.param("taught", "loss", True, marks=FULL),
+        pytest.param("drawn", "dropout", False, marks=FULL),
+        pytest.param("ragged", "batches", False, marks=FULL),
+        pytest.param("softened", "loss", False, marks=FULL),
+        pytest.param("checkpointed", "checkpoint", False, marks=FULL),
+        pytest.param("signs", "optimizer", False, marks=FULL),
     ],
 )
 def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: Path) -> None:
@@ -181,8 +192,14 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("views", "output", marks=FULL),
         pytest.param("two_networks", "networks", marks=FULL),
         pytest.param("by_turns", "networks", marks=FULL),
+        pytest.param("personal", "networks", marks=FULL),
+        pytest.param("methods", "network", marks=FULL),
+        pytest.param("gaps", "inputs", marks=FULL),
+        pytest.param("pixels", "inputs", marks=FULL),
+        pytest.param("stretched", "inputs", marks=FULL),
         pytest.param("ignored", "labels", marks=FULL),
         pytest.param("tags", "labels", marks=FULL),
+        pytest.param("sequences", "labels", marks=FULL),
         pytest.param("trees", "network", marks=FULL),
         pytest.param("functional", "network", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
@@ -328,6 +345,15 @@ def test_later_rounds_that_train_otherwise_are_not_attacked(tmp_path: Path) -> N
     found = rehearse(run, observed, folder, 1)
     assert [problem.code for problem in found.draft.problems] == ["rounds"]
     assert tomllib.loads(found.draft.text())["audit"]["rounds"] == [1]
+
+
+@FULL
+def test_clients_that_train_otherwise_are_not_attacked(tmp_path: Path) -> None:
+    folder = app_of("unlike", tmp_path)
+    run, observed = observe(folder, tmp_path / "runs", {"rounds": 1}, 2, Console(quiet=True))
+    found = rehearse(run, observed, folder, 2)
+    assert "clients" in [problem.code for problem in found.draft.problems]
+    assert len(tomllib.loads(found.draft.text())["audit"]["clients"]) == 1
 
 
 @FULL

@@ -8,9 +8,6 @@ from functools import cached_property, partial
 from html.parser import HTMLParser
 from typing import Any
 
-import numpy as np
-import torch
-
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.reports.report import write_report
 from tests import small_runs
@@ -100,11 +97,6 @@ class Page(HTMLParser):
         figures: list[Any] = self.data["overview"]["over_rounds"]
         return figures
 
-    def metric(self, name: str) -> dict[str, Any]:
-        """The figure's series of a metric, by name."""
-        (found,) = [figure for figure in self.rounds if figure["metric"] == name]
-        return {series["name"]: series for series in found["series"]}
-
     @property
     def success(self) -> dict[str, Any]:
         """The success curves, by name."""
@@ -113,7 +105,3 @@ class Page(HTMLParser):
 
 def page_of(run: Run) -> Page:
     return Page(write_report(run).read_text())
-
-
-def as_bytes(x: torch.Tensor) -> np.ndarray:
-    return (x[0].clamp(0, 1) * 255).round().byte().numpy()

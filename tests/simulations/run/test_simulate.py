@@ -60,7 +60,7 @@ def quietly() -> Console:
 def trains(monkeypatch: pytest.MonkeyPatch, work: Callable[[Ledger, Interrupt], None]) -> None:
     """In the place of Flower's minutes: what happens while a federation trains, as far as it matters here."""
 
-    def train(run: Run, ledger: Ledger, supervisor: object, interrupt: Interrupt, in_memory: bool) -> None:
+    def train(run: Run, ledger: Ledger, view: object, interrupt: Interrupt, in_memory: bool) -> None:
         work(ledger, interrupt)
 
     monkeypatch.setattr(module, "_train", train)

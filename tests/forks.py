@@ -1,0 +1,31 @@
+"""Processes of their own as forks of this one: a fresh Python takes seconds to import torch."""
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from fedgauge.server.store.run import Run
+
+FORK = multiprocessing.get_context("fork")
+
+
+def forked(work: Callable[..., object], *arguments: object) -> BaseProcess:
+    child = FORK.Process(target=work, args=arguments)
+    child.start()
+    return child
+
+
+def hold(folder: Path, purpose: str) -> BaseProcess:
+    """A process that holds a lock of a run until it is ended."""
+
+    def wait() -> None:
+        with Run(folder).lock(purpose):
+            held.set()
+            time.sleep(120)
+
+    held = FORK.Event()
+    child = forked(wait)
+    assert held.wait(60)
+    return child
