@@ -405,8 +405,9 @@ def _bent(
         return float(misfits(x).square().sum() + ((x - mean.flatten()) / SPREAD).square().sum())
 
     def equations(x: Tensor) -> Tensor:
-        slopes: Tensor = torch.cat([along(misfits, x, part) for part in units]).T
-        return torch.linalg.qr(torch.cat([slopes, (slopes @ x - misfits(x))[:, None]], 1), mode="r").R
+        slopes = torch.cat([along(misfits, x, part) for part in units]).T
+        rows: Tensor = torch.linalg.qr(torch.cat([slopes, (slopes @ x - misfits(x))[:, None]], 1), mode="r").R
+        return rows
 
     rng, found = generator("starts"), (math.inf, mean.flatten())
     for start in range(STARTS if mean.numel() <= MANY else 1):
