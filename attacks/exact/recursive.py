@@ -29,8 +29,9 @@ from fedgauge.client.update import Batch, Params, Update, relative_error
 
 LARGEST = 4096  # values that a layer reads, up to which its equations are solved in seconds
 LARGEST_BENT = 2400  # the same where they are solved again at each step
-STARTS = 6  # of bent equations, the first at the mean
-STEPS = 40  # from each
+STARTS = 6  # of up to MANY bent equations, the first at the mean
+MANY = 512
+STEPS = 30  # from each
 DAMPED = 12  # tries of one step, each more damped
 SOLVED = 100.0  # standard deviations, root mean square, up to which bent equations are solved
 REACH = 64.0  # values before an activation lie between -REACH and REACH
@@ -150,9 +151,9 @@ class _Recorder(LayerCallRecorder):
             return values[end]
 
         names = tuple(dict.fromkeys(name for operation in within for name in operation.weights))
-        shapes = [tuple(self.derived[i].shape[1:]) for i in (start, end)]
+        shape, result = (tuple(self.derived[i].shape[1:]) for i in (start, end))
         name = next((operation.name for operation in within if operation.weights), within[-1].name)
-        step = _Step(name, "bent" if len(within) > 1 and names else "", apply, *shapes, names)
+        step = _Step(name, "bent" if len(within) > 1 and names else "", apply, shape, result, names)
         if len(within) > 1 or (call := within[0].call) is None:
             return step
         return _layer(step, call, self.params[call.weight].shape[2:])
@@ -405,10 +406,11 @@ def _bent(
 
     def equations(x: Tensor) -> Tensor:
         slopes = torch.cat([along(misfits, x, part) for part in units]).T
-        return torch.linalg.qr(torch.cat([slopes, (slopes @ x - misfits(x))[:, None]], 1), mode="r").R
+        rows: Tensor = torch.linalg.qr(torch.cat([slopes, (slopes @ x - misfits(x))[:, None]], 1), mode="r").R
+        return rows
 
     rng, found = generator("starts"), (math.inf, mean.flatten())
-    for start in range(STARTS):
+    for start in range(STARTS if mean.numel() <= MANY else 1):
         x = mean.flatten() + (SPREAD * torch.randn(mean.numel(), generator=rng, dtype=torch.float64) if start else 0)
         now, damping = cost(x), 1e-2
         for _ in range(STEPS):
@@ -421,7 +423,7 @@ def _bent(
                     x, now, damping = tried, reached, damping / 9
                     break
                 damping *= 4
-            if now > (1 - 1e-6) * before:
+            if now > 0.999 * before:
                 break
         found = min(found, (now, x), key=lambda pair: pair[0])
         solved = now <= SOLVED**2 * len(misfits(x))

@@ -1,6 +1,7 @@
 """The recursive attack reads one example off a chain of layers, and names what is no such chain."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -157,15 +158,83 @@ def test_a_fully_connected_network_is_read() -> None:
     check(attack(model, smooth(3, SMALL)), smooth(3, SMALL), 80.0)
 
 
+class Residual(nn.Module):
+    def __init__(self, channels: int, width: int, stride: int, activation: str) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, width, 3, stride, padding=1)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+        self.short = nn.Conv2d(channels, width, 1, stride) if channels != width else nn.Identity()
+        self.act = RISING[activation]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.second(self.act(self.first(x))) + self.short(x))
+
+
+def same(channels: int, width: int, groups: int = 1) -> nn.Module:
+    return nn.Conv2d(channels, width, 3, padding=1, groups=groups)
+
+
+BENT = {
+    **{f"shortcut, {name}": partial(Residual, 8, 8, 1, name) for name in RISING},
+    "projection": lambda: Residual(8, 16, 2, "tanh"),
+    "gelu": lambda: nn.Sequential(same(8, 8), nn.GELU()),
+    "silu": lambda: nn.Sequential(same(8, 8), nn.SiLU()),
+    "group norm": lambda: nn.Sequential(same(8, 8), nn.GroupNorm(2, 8), nn.Tanh()),
+    "depthwise": lambda: nn.Sequential(same(8, 8, groups=8), nn.Tanh()),
+}
+
+
+@settings(max_examples=8, deadline=None)
+@given(kind=st.sampled_from(sorted(BENT)), inner=st.sampled_from(["gelu", "tanh"]), seed=st.integers(0, 10**6))
+def test_bent_equations_come_back_to_1e_6_or_are_named(kind: str, inner: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    body = nn.Sequential(same(2, 8), nn.GELU() if inner == "gelu" else nn.Tanh(), BENT[kind](), nn.Flatten())
+    model = nn.Sequential(body, nn.Linear(body(torch.zeros(1, *TINY)).numel(), CLASSES)).double()
+    batch = Batch(smooth(seed, TINY).x.double(), smooth(seed, TINY).y)
+    result = attack(model, batch)
+    assert result.x is not None, result.reason
+    assume("not solved" not in result.reason and "stay open" not in result.reason)
+    assert float((result.x - batch.x).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("kind", sorted(BENT))
+def test_each_kind_of_bent_equations_can_be_solved(kind: str) -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(same(2, 8), nn.Tanh(), BENT[kind](), nn.Flatten())
+    model = nn.Sequential(body, nn.Linear(body(torch.zeros(1, *TINY)).numel(), CLASSES))
+    check(attack(model, smooth(3, TINY)), smooth(3, TINY), 60.0)
+
+
+class Swapped(nn.Module):
+    """Values of a tuple are not followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(108, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.flatten(1).chunk(2, 1)
+        logits: Tensor = self.head(x.flatten(1).tanh() + torch.cat([second, first], 1))
+        return logits
+
+
 @pytest.mark.parametrize(
-    ("model", "named"),
-    [(convnet((3, 18, 18), CLASSES, 2, "none"), "max_pool2d"), (resnet20((3, 16, 16), CLASSES).eval(), "add")],
+    ("model", "side", "named", "open_"),
+    [
+        (convnet((3, 18, 18), CLASSES, 2, "none"), 18, "max_pool2d", None),
+        (resnet20((3, 16, 16), CLASSES).eval(), 16, "linear", "960 of 1,024"),  # a mean over 4 x 4 of 64 channels
+        (nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(108, 9)), 6, "dropout", None),
+        (Swapped(), 6, "forward", None),
+    ],
 )
-def test_other_networks_are_declined_with_the_operation(model: nn.Module, named: str) -> None:
-    shape = (3, 18, 18) if named == "max_pool2d" else (3, 16, 16)
+def test_other_networks_are_declined_with_the_operation(
+    model: nn.Module, side: int, named: str, open_: str | None
+) -> None:
+    shape = (3, side, side)
     with pytest.raises(Unattackable) as raised:
         stages_of(model, shape)
-    assert named in raised.value.problem.where or named == "add"
+    assert named in raised.value.problem.where
+    assert open_ is None or open_ in raised.value.problem.why
     assert attack(model, smooth(3, shape)).status == "not_applicable"
 
 
