@@ -1,6 +1,7 @@
 """Processes of their own as forks of this one: a fresh Python takes seconds to import torch."""
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -12,7 +13,11 @@ FORK = multiprocessing.get_context("fork")
 
 
 def forked(work: Callable[..., object], *arguments: object) -> BaseProcess:
-    child = FORK.Process(target=work, args=arguments)
+    def begun() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler, if an earlier test has started Ray
+        work(*arguments)
+
+    child = FORK.Process(target=begun)
     child.start()
     return child
 

@@ -45,7 +45,8 @@ def ssim_of(truth: Tensor, guess: Tensor) -> Tensor:
     square_x, square_y, product = mean_x.pow(2), mean_y.pow(2), mean_x * mean_y
     variances = (mean_xx - square_x).clamp(min=0) + (mean_yy - square_y).clamp(min=0)
     above = (2 * product + 0.01**2) * (2 * (mean_xy - product) + 0.03**2)
-    return (above / ((square_x + square_y + 0.01**2) * (variances + 0.03**2))).flatten(1).mean(1)
+    similar: Tensor = above / ((square_x + square_y + 0.01**2) * (variances + 0.03**2))
+    return similar.flatten(1).mean(1)
 
 
 def correlation_of(truth: Tensor, guess: Tensor) -> Tensor:

@@ -116,7 +116,8 @@ class Training:
         own = {id(p) for p in module.parameters() if p.requires_grad}
         if not torch.is_grad_enabled() or not own or (self.optimised and not own & self.optimised):
             return
-        if not self.used and module is not self.network and self.network in module.modules():
+        parts = {id(part) for part in module.modules()}
+        if not self.used and module is not self.network and id(self.network) in parts:
             self.network, self.notes = None, {}  # a part of it was called alone, such as to size a layer
             self.x, self.y, self.passes = [], [], 0
         if self.network is None:
@@ -203,7 +204,8 @@ class Training:
     def ends(self) -> None:
         """Leave out passes that nothing was learnt from, such as those that only measure."""
         if self.used:
-            self.x, self.y = ([t for k, t in enumerate(each) if k in self.used] for each in (self.x, self.y))
+            self.x = [t for k, t in enumerate(self.x) if k in self.used]
+            self.y = [t for k, t in enumerate(self.y) if k in self.used]
         if self.drawn & self.used:
             self.notes["dropout"] = "the network draws random numbers, as dropout and stochastic depth do"
 
@@ -339,12 +341,12 @@ class Observer:
         @wraps(call)
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None or now.back or torch.jit.is_tracing() or _transforms():  # a trace would hold what is noted
+            if now is None or now.back or torch._C._is_tracing() or _transforms():  # a trace would hold what is noted
                 if now is not None and now.back and not _transforms():
                     now.notes["checkpoint"] = (
                         "checkpointing may spoil attacks' gradients, and changes no update: turn it off"
                     )
-                elif now is not None and now.network is None and not torch.jit.is_tracing():
+                elif now is not None and now.network is None and not torch._C._is_tracing():
                     now.notes["func"] = "torch.func computes gradients, and is not observed"
                 return call(module, *args, **kwargs)
             now.depth += 1

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from sqlite3 import Row
 from typing import Any
 
 import numpy as np
@@ -205,8 +206,8 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         if truth:
             truths.mkdir(mode=0o700)
         for node in attacked if truth else ():
-            trained = [row["round"] for row in rows if row["client"] == numbers[node]]
-            for number, facts in zip(trained, observed.clients[node], strict=False):
+            sent_in = [row["round"] for row in rows if row["client"] == numbers[node]]
+            for number, facts in zip(sent_in, observed.clients[node], strict=False):
                 x, y = (part[:n] for part in _examples(facts, form, target))
                 np.savez(truths / f"node-{node}-round-{number}.npz", x=x, y=y)
         fit = int(SEVERAL / max(seconds, 1e-9))  # updates
@@ -283,7 +284,7 @@ def _proof(
                 ledger.set_meta(training=words, training_fits="False")
             return words, seconds, set()
 
-        def fits(row: Mapping[str, Any], facts: Facts) -> bool:
+        def fits(row: Row, facts: Facts) -> bool:
             seen = read_observation(run, ledger, scenario.federation, row["round"], row["client"], row["digest"])
             return _compared(_computed(scenario, seen, facts, kind)[0], scenario, seen, facts, kind, step)[2]
 

@@ -39,7 +39,7 @@ BATCHNORM = {"use": "convnet", "width": 2}
         ({"data": {"clients": 3}}, "[data]: unknown key 'clients'"),
         ({"clients": 4000}, "[data]: mnist5k"),
         ({"model": {"use": "os:system"}}, "[model]: use = 'os:system' is not allowed"),
-        ({"model": {"width": 3}}, "[model]: unknown key 'width' (it has: stride, mode, weights, adapter, "),
+        ({"model": {"width": 3}}, "[model]: unknown key 'width' (it has: stride, activation, mode, weights, adapter, "),
         ({"model": {"mode": "training"}}, "[model]: mode"),
         ({"model": {**BATCHNORM, "width": 0}}, "[model]: width"),
         ({"chain": []}, "[[chain]]: "),

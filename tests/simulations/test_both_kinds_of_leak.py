@@ -57,7 +57,6 @@ def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
     assert "membership" not in {series["name"] for series in curves["psnr"]}
     rows = {tuple(row[:2]) for row in told["membership_table"]["rows"]}
     assert ("Batch membership", "membership") in rows
-    assert ("Membership in any client's batch", "membership") in rows
     assert ("Dataset membership", "membership_over_rounds") in rows
     assert {row[0] for row in told["summary"]["rows"]} == {
         "idlg",
