@@ -22,6 +22,7 @@ from fedgauge.server.views.strength import Limits, PairedDifference, best_of, pa
 from fedgauge.server.views.tables import Column
 
 Kind = Literal["examples", "members", "epsilon"]
+CLOSED_FORM = "closed_form"  # key of what an attack without a search reads, where no attack of the plan shows a leak
 BY_LABELS = 0.25  # share that the labels alone may identify, where the other client has other labels
 UNFINISHED: Mapping[State, str] = {  # of a run none of whose attacks waits or has failed
     "training": "the run is still training",
@@ -289,6 +290,8 @@ def doubts(reading: RunSnapshot, kind: Kind) -> str:
         return f"{many(count, 'reconstruction')} not graded{_in_brackets(ungraded_reason(reading))}"
     if kind == "examples" and _none_moved(reading):
         return NO_DERIVATIVE
+    if kind == "examples" and (read := meta.get(CLOSED_FORM)):
+        return f"of simulated clients with untrained weights, {read}"
     return UNFINISHED.get(reading.state, "")
 
 

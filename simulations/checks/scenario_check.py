@@ -30,6 +30,7 @@ from fedgauge.simulations.checks.network_check import check_network, try_derivat
 from fedgauge.simulations.checks.preflight import closed_forms
 
 BETWEEN_BUILDS = "sort lists of files, and draw with torch's generator, which the seed sets, or read it from a file"
+EXACT = "exact"  # code of what an attack without a search reads
 Stage = Callable[[Scenario], Iterator[CheckResult]]
 
 
@@ -117,8 +118,14 @@ def _check_closed_forms(scenario: Scenario) -> Iterator[CheckResult]:
         return
     for finding in closed_forms(scenario):
         exact = finding.severity == "leaks"
-        found = Problem("exact", "", finding.words, finding.change) if exact else finding.words
+        found = Problem(EXACT, "", finding.words, finding.change) if exact else finding.words
         yield CheckResult("closed form", not exact, False, found)
+
+
+def read_exactly(scenario: Scenario) -> str:
+    """Return what an attack without a search reads exactly of simulated clients; empty if nothing, or if it fails."""
+    results = attempt_all("closed form", _check_closed_forms(scenario))
+    return next((r.found.why for r in results if isinstance(r.found, Problem) and r.code == EXACT), "")
 
 
 def _check_data(scenario: Scenario) -> Iterator[CheckResult]:

@@ -86,6 +86,7 @@ def run(options: argparse.Namespace) -> int:
             if options.log == "json":
                 emit("error", words=str(error))
             status = FAILED
+    _try_closed_forms(folder)
     print_summary(folder, options.log)
     return status
 
@@ -147,6 +148,7 @@ def audit(options: argparse.Namespace) -> int:
             regrade(run, ledger, scenario)
     if options.follow:  # the driver of the training prints the summary
         return INTERRUPTED if interrupted else 0
+    _try_closed_forms(run)
     print_summary(run, options.log)
     judged = [planned.name for planned in plan.attacks] if options.attack else None
     return INTERRUPTED if interrupted else exit_status(run, judged, options.force)
@@ -182,6 +184,21 @@ def _attack(
             force=options.force,
         )
     return interrupt.asked
+
+
+def _try_closed_forms(run: Run) -> None:
+    """If no attack shows a leak, note for the verdict whether one without a search reads simulated clients."""
+    from fedgauge.server.views.snapshot import read_once
+    from fedgauge.server.views.verdict import CLOSED_FORM, verdict_of
+    from fedgauge.simulations.checks.scenario_check import read_exactly
+
+    with read_once(run) as reading:
+        strongest = verdict_of(reading).strongest
+    if strongest is None or strongest.leaks:
+        return
+    if words := read_exactly(run.scenario()):
+        with run.ledger() as ledger:
+            ledger.set_meta(**{CLOSED_FORM: words})
 
 
 def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str], retry: list[str]) -> None:

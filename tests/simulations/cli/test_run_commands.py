@@ -13,6 +13,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.snapshot import read_once
+from fedgauge.server.views.verdict import CLOSED_FORM, verdict_of
 from fedgauge.simulations.cli import run_commands
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import cards, new_run
@@ -129,6 +130,15 @@ def test_options_that_would_do_nothing_are_refused(
     assert words in capsys.readouterr().err
     with taped.ledger() as ledger:
         assert ledger.progress().done == 0
+
+
+def test_a_weak_attack_shows_nothing_where_a_closed_form_reads_simulated_clients(tmp_path: Path) -> None:
+    path = scenario_file(tmp_path, attack=[{"use": "inverting_gradients", "iterations": 1}])
+    assert main(["run", str(path), "--in-memory", "--runs", str(tmp_path / "runs")]) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    with read_once(Run(folder)) as reading:
+        read = reading.meta[CLOSED_FORM]
+        assert "analytic" in read and read in verdict_of(reading).sentence
 
 
 def test_settings_reach_the_scenario_that_is_kept(tmp_path: Path) -> None:
