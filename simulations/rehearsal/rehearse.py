@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Row
-from typing import Any
 
 import numpy as np
 import torch
