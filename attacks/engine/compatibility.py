@@ -132,9 +132,13 @@ def lookup_problem(model: nn.Module, params: Params, x: Tensor) -> Problem | Non
                 return Problem("kept", _layer(name, module), why, "compute it in every pass, or use train mode")
     if not out.requires_grad:
         return None
-    # a gradient here means that the forward pass read the model's own parameter instead of the one given
-    slopes = torch.autograd.grad(out.square().sum(), list(own.values()), allow_unused=True)
-    if found := [name for name, slope in zip(own, slopes, strict=True) if slope is not None]:
+    with _layer_calls(model) as (begun, ended):
+        # a gradient of the model's own parameter means that the forward pass read it instead of the one given
+        slopes = torch.autograd.grad(out.square().sum(), [*own.values(), *leaves.values()], allow_unused=True)
+    if again := [*begun, *(name for name, _ in ended)]:
+        why = "is computed again in the backward pass, which reads the module's own weights (gradient checkpointing)"
+        return Problem("checkpoint", again[0], why, "turn checkpointing off: it changes no gradient")
+    if found := [name for name, slope in zip(own, slopes, strict=False) if slope is not None]:
         why = "is read from a list, dict or other object, where weights that are handed in do not reach it"
         return Problem("lookup", f"parameter {found[0]!r}", why, "read it by its module's attribute")
     return None

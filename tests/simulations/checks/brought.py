@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Generator, Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fedgauge.client.transforms import UpdateTransform
 from fedgauge.client.update import Update, norm
@@ -103,6 +104,14 @@ class Listed(Good):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(torch.sigmoid(self.conv(x)).flatten(1), *self.kept)
+
+
+class Checkpointed(Good):
+    """Computes a layer again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.sigmoid(checkpoint(self.conv, x, use_reentrant=False)).flatten(1))
+        return logits
 
 
 # ------------------------------------------------------------------------------------------------------------- defenses

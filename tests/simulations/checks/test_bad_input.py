@@ -44,6 +44,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # what is brought, and what 
     "logits": (model("Fewer"), "(4, 7)"),
     "second argument": (model("Masked"), "(x, mask)"),
     "list": (model("Listed"), "'head.weight'"),
+    "checkpoint": (model("Checkpointed"), "'conv' (Conv2d)"),
     "lazy": (model("Lazy"), "layer '1' is lazy"),
     "nan": (model("NotANumber"), "'head' (Linear)"),
     "overflow": (model("Overflowing"), "'conv' (Conv2d)"),
