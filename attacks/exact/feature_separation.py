@@ -59,8 +59,8 @@ class feature_separation(EachByItself):
     """A batch of fewer examples than classes, by what the last fully connected layers read of each.
 
     Where these are fewer numbers than an example has, the images also match the gradients, under a Gaussian prior by class.
-    Reads behind a clip of unknown scale. Under weak noise a search by the update's likelihood follows. Images that do not
-    have the features, or leave more of the update unexplained than noise and 30 % of it, are no result.
+    Reads behind a clip of unknown scale. Under weak noise a search by the update's likelihood follows. Images are converged
+    only if they have the features and leave at most 30 % of the update unexplained; searched ones, less than all but noise.
     """
 
     needs_derivative = True
@@ -108,9 +108,7 @@ def _read(
         objective = Objective(each(squared()), (features, gaussian(2 * SHARE / (size * pixels), by_class=True)))
         engine = GradientMatching(objective, LBFGSSearch(history=HISTORY, double=True))
         (result,) = engine.reconstruct(alone, replace(known, labels=y[None]), budget, [stream])
-        if result.x is not None:
-            _check_explained(doubled(known), params, seen, result.x.double(), y, scaled, SEARCHED)
-        return result
+        return _judged(result, doubled(known), params, seen, y, scaled, SEARCHED)
     distances = features.distances(doubled(known), params)
 
     def evaluate(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,28 +125,33 @@ def _read(
             Objective(priors=(gaussian(by_class=True),)), LBFGSSearch(history=HISTORY, double=True)
         )
         (result,) = likeliest.continued(alone, replace(known, labels=y[None]), budget, [stream], x[None])
-        if result.x is not None:
-            _check_explained(doubled(known), params, seen, result.x.double(), y, scaled, SEARCHED)
+        return _judged(result, doubled(known), params, seen, y, scaled, SEARCHED)
+    distance = float(found.f.mean())
+    result = Reconstruction(x, y, distance, spent, 0.0, "converged")
+    if not distance < READ:
+        return replace(
+            result, status="out_of_budget", reason=f"no images have the features found, up to {distance:.0e}"
+        )
+    return _judged(result, doubled(known), params, seen, y, scaled, EXPLAINED)
+
+
+def _judged(
+    result: Reconstruction, known: Knowledge, params: Params, seen: Update, y: Tensor, scaled: bool, most: float
+) -> Reconstruction:
+    """The result, which is not converged if its images leave more than this part of a gradient unexplained, and noise."""
+    if result.x is None:
         return result
-    if not (distance := float(found.f.mean())) < READ:
-        raise ValueError(f"no images have the features found, up to {distance:.0e}")
-    _check_explained(doubled(known), params, seen, x.double(), y, scaled, EXPLAINED)
-    return Reconstruction(x, y, distance, spent, 0.0, "converged")
-
-
-def _check_explained(
-    known: Knowledge, params: Params, seen: Update, x: Tensor, y: Tensor, scaled: bool, most: float
-) -> None:
-    """Raise ValueError if the batch leaves more than this part of a gradient unexplained, and noise."""
     client, sent = gradient(known.model, known.loss, known.normalise), [k for k in seen if k not in known.chain.hidden]
-    found = client(params, Batch(x, y), None)
+    found = client(params, Batch(result.x.double(), y), None)
     whole, made = (torch.cat([part[k].flatten() for k in sent]) for part in (seen, found))
-    factor = float((whole @ made) / made.square().sum()) if scaled else 1.0
+    factor = max(0.0, float((whole @ made) / made.square().sum())) if scaled else 1.0
     spread = known.chain.update_distribution or UpdateDistribution()
     noise = math.hypot(spread.sigma, math.sqrt(2) * spread.scale) / known.scale * math.sqrt(len(whole))
     rest, size = float((whole - factor * made).norm()), float(whole.norm())
-    if not rest < most * size + LARGEST_NOISE * noise:
-        raise ValueError(f"the images found leave {rest:.1e} of a gradient of {size:.1e} unexplained")
+    if rest < most * size + LARGEST_NOISE * noise:
+        return result
+    why = f"the images found leave {rest:.1e} of a gradient of {size:.1e} unexplained"
+    return replace(result, status="out_of_budget", reason=why)
 
 
 def _labels(alone: Wave, known: Knowledge, bias: Tensor) -> Iterator[Tensor]:
