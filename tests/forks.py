@@ -17,7 +17,7 @@ def forked(work: Callable[..., object], *arguments: object) -> BaseProcess:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's handler, if an earlier test has started Ray
         work(*arguments)
 
-    child = FORK.Process(target=begun)
+    child = FORK.Process(target=begun, daemon=True)
     child.start()
     return child
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -286,8 +287,8 @@ def _classified(step: _Step, params: Params) -> _Step:
         apply(torch.where(chosen, a, b)), torch.where(chosen, of_a, of_b), rtol=1e-12, atol=0
     ):
         grid = torch.linspace(-8, 8, 129, dtype=torch.float64)
-        rising = torch.cat([apply(torch.full_like(a, float(v))) for v in grid]).diff(dim=0) >= 0
-        if bool(rising.all()):
+        values = (apply(torch.full_like(a, float(v))) for v in grid)
+        if all(bool((after >= before).all()) for before, after in pairwise(values)):
             return replace(step, kind="activation")
     elif of_a.numel() < a.numel() and not step.names:
         _decline(step.name, "keeps some of its values, which the gradient does not name")

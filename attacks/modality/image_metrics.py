@@ -36,7 +36,6 @@ class Metric:
 def ssim_of(truth: Tensor, guess: Tensor) -> Tensor:
     """Structural similarity (Wang et al., 2004) with a Gaussian window of 11 pixels and range 1; needs 11 pixels."""
     x, y = guess.float(), truth.float()
-    # not by torchmetrics, which takes every process seconds to import
     window = torch.exp(-((torch.arange(-5.0, 6.0, device=x.device) / 1.5) ** 2) / 2)
     window = window / window.sum()
     kernel = torch.outer(window, window).expand(x.shape[1], 1, -1, -1)

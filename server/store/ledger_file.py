@@ -94,6 +94,8 @@ class LedgerFile:
             LedgerError: the file is missing, not a ledger, damaged, locked, or of another version.
         """
         self.path, self.readonly = path, readonly
+        if sqlite3.sqlite_version_info < (3, 37):
+            raise LedgerError(f"{path} needs SQLite 3.37 or newer; this Python has {sqlite3.sqlite_version}")
         if create and not (path.exists() and path.stat().st_size):
             with closing(sqlite3.connect(path)) as db:
                 db.execute("PRAGMA journal_mode = WAL")

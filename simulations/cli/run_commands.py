@@ -86,7 +86,8 @@ def run(options: argparse.Namespace) -> int:
             if options.log == "json":
                 emit("error", words=str(error))
             status = FAILED
-    _try_closed_forms(folder)
+    if status == 0:
+        _try_closed_forms(folder)
     print_summary(folder, options.log)
     return status
 
@@ -148,7 +149,8 @@ def audit(options: argparse.Namespace) -> int:
             regrade(run, ledger, scenario)
     if options.follow:  # the driver of the training prints the summary
         return INTERRUPTED if interrupted else 0
-    _try_closed_forms(run)
+    if not interrupted:
+        _try_closed_forms(run)
     print_summary(run, options.log)
     judged = [planned.name for planned in plan.attacks] if options.attack else None
     return INTERRUPTED if interrupted else exit_status(run, judged, options.force)
@@ -193,10 +195,9 @@ def _try_closed_forms(run: Run) -> None:
     from fedgauge.simulations.checks.scenario_check import read_exactly
 
     with read_once(run) as reading:
-        strongest = verdict_of(reading).strongest
-    if strongest is None or strongest.leaks:
-        return
-    if words := read_exactly(run.scenario()):
+        strongest, before = verdict_of(reading).strongest, reading.meta.get(CLOSED_FORM, "")
+    words = "" if strongest is None or strongest.leaks else read_exactly(run.scenario())
+    if words != before:
         with run.ledger() as ledger:
             ledger.set_meta(**{CLOSED_FORM: words})
 

@@ -136,6 +136,8 @@ def check_attackable(
         )  # fmt: skip
     elif "unread" in first["notes"]:
         draft.refuse("unread", first["notes"]["unread"], "record the app by tap, with a scenario of your own")
+    elif "checkpoint" in first["notes"]:
+        draft.refuse("checkpoint", "computes layers again in the backward pass", first["notes"]["checkpoint"], network)
     elif first["outside"] and not (form and form.next_token):
         why = f"is trained with {first['outside']} parameters outside of it"
         if "turns" in first["notes"]:

@@ -119,7 +119,8 @@ class Training:
         parts = {id(part) for part in module.modules()}
         if not self.used and module is not self.network and id(self.network) in parts:
             self.network, self.notes = None, {}  # a part of it was called alone, such as to size a layer
-            self.x, self.y, self.passes = [], [], 0
+            self.x, self.y, self.means, self.losses, self.drawn = [], [], [], {}, set()
+            self.passes, self.bytes = 0, 0
         if self.network is None:
             self.network = module
             inner = unwrapped(module)
@@ -197,8 +198,12 @@ class Training:
             many = len(result) if isinstance(result, Sequence | Mapping) else 1
             self.notes["output"] = f"returns a {type(result).__name__} of {many} parts"
 
-    def clears(self, *args: object, **kwargs: object) -> None:
+    def clears(self, cleared: nn.Module | Optimizer, *args: object, **kwargs: object) -> None:
         """Note that gradients are set to zero: passes since the last step only made adversarial examples."""
+        groups = cleared.param_groups if isinstance(cleared, Optimizer) else [{"params": [*cleared.parameters()]}]
+        own = {id(p) for p in self.network.parameters()} if self.network is not None else set()
+        if not own & {id(p) for group in groups for p in group["params"]}:
+            return
         self.cleared = set() if self.dp else {*self.used}  # Opacus keeps gradients elsewhere
 
     def ends(self) -> None:
@@ -231,7 +236,7 @@ class Training:
         if self.y and self.y[-1] is None and name != "kl_div":  # which compares with another network's output
             self.y[-1] = target.detach().clone()
         terms = 1 if options.get("reduction", "mean") == "mean" else len(of) if name in OF_CLASSES else of.numel()
-        if value.requires_grad:
+        if value.requires_grad and self.passes - 1 not in self.used:  # else it is only shown
             self.means.append((self.passes - 1, float(value.detach().sum()) / max(terms, 1)))  # a batch may be empty
 
     def goes_back(self, value: Tensor) -> None:
@@ -343,9 +348,7 @@ class Observer:
             now = self._now
             if now is None or now.back or torch._C._is_tracing() or _transforms():  # a trace would hold what is noted
                 if now is not None and now.back and not _transforms():
-                    now.notes["checkpoint"] = (
-                        "checkpointing may spoil attacks' gradients, and changes no update: turn it off"
-                    )
+                    now.notes["checkpoint"] = "turn gradient checkpointing off: it changes no update"
                 elif now is not None and now.network is None and not torch._C._is_tracing():
                     now.notes["func"] = "torch.func computes gradients, and is not observed"
                 return call(module, *args, **kwargs)

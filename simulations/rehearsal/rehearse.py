@@ -72,7 +72,6 @@ INEXACT = (
     "mods",
     "turns",
     "large",
-    "checkpoint",
 )
 MOST_TRIES = 8  # to fit a rate
 PATIENCE = 30  # seconds until the app's last line is printed, and again each time that this doubles
@@ -302,7 +301,8 @@ def _proof(
         if unlike:
             draft.replace("[audit]", "clients", sorted(trained.keys() - unlike))
             why = "train otherwise (another rate, optimizer or loss) and are not attacked"
-            draft.note("clients", f"{len(unlike)} of {len(trained)} clients {why}")
+            names = ", ".join(map(str, sorted(unlike)))
+            draft.note("clients", f"{len(unlike)} of {len(trained)} clients ({names}) {why}")
         return f"{where}, computed again from the observed examples: {exactly}", seconds, unlike
 
 

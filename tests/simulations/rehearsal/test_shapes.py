@@ -43,7 +43,7 @@ FULL = pytest.mark.full
 # whose drafts give updates far from the clients'
 FAR = (
     *("groups", "modified", "dropped", "penalised", "smoothed", "drawn", "ragged", "softened"),
-    *("checkpointed", "signs"),
+    "signs",
 )
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = (
@@ -175,7 +175,6 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("drawn", "dropout", False, marks=FULL),
         pytest.param("ragged", "batches", False, marks=FULL),
         pytest.param("softened", "loss", False, marks=FULL),
-        pytest.param("checkpointed", "checkpoint", False, marks=FULL),
         pytest.param("signs", "optimizer", False, marks=FULL),
     ],
 )
@@ -205,6 +204,7 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("functional", "network", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
         pytest.param("scripted", "network", marks=FULL),
+        pytest.param("checkpointed", "checkpoint", marks=FULL),
     ],
 )
 def test_apps_without_a_fitting_attack_are_recorded_with_the_reason(name: str, code: str, folder: Path) -> None:
