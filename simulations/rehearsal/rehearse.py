@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from sqlite3 import Row
+from typing import Any
 
 import numpy as np
 import torch
@@ -282,7 +282,7 @@ def _proof(
                 ledger.set_meta(training=words, training_fits="False")
             return words, seconds, set()
 
-        def fits(row: Row, facts: Facts) -> bool:
+        def fits(row: Any, facts: Facts) -> bool:
             seen = read_observation(run, ledger, scenario.federation, row["round"], row["client"], row["digest"])
             return _compared(_computed(scenario, seen, facts, kind)[0], scenario, seen, facts, kind, step)[2]
 
