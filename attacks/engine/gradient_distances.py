@@ -29,9 +29,8 @@ class InnerProducts(NamedTuple):
 class Distance(Checked, ABC):
     """A frozen dataclass: its fields are the distance's parameters."""
 
-    joint: ClassVar[bool] = (
-        False  # whether it depends on the products of whole updates (`between`), not on each tensor's
-    )
+    # whether it depends on the products of whole updates (`between`), not on each tensor's
+    joint: ClassVar[bool] = False
 
     @property
     def density(self) -> bool:

@@ -165,8 +165,8 @@ def _layer(step: _Step, call: LayerCall, kernel: Sequence[int]) -> _Step:
     settings = {k: call.settings.get(k, default) for k, default in (("dilation", 1), ("padding", 0), ("stride", 1))}
     if call.settings.get("groups", 1) != 1 or isinstance(settings["padding"], str):
         return replace(step, kind="bent")
-    settings_ = {"kernel_size": kernel, **settings} if kernel else None
-    return replace(step, kind="layer", weight=call.weight, bias=call.bias, settings=settings_)
+    convolution = {"kernel_size": kernel, **settings} if kernel else None
+    return replace(step, kind="layer", weight=call.weight, bias=call.bias, settings=convolution)
 
 
 def _decline(layer: str, why: str) -> NoReturn:
@@ -499,8 +499,7 @@ def _read(stages: Sequence[_Stage], gradient: Update, params: Params, mean: Tens
             *signals, delta = _signals_in(stage, params, delta)
             for step, values, signal in zip([s for s in stage.steps if s.weight], read, signals, strict=True):
                 if (own := gradient.get(step.weight)) is not None:
-                    rows_ = _gradient_equations(step, values, signal, own)
-                    equations.append(rows_ / _deviation(own, noise))
+                    equations.append(_gradient_equations(step, values, signal, own) / _deviation(own, noise))
             known = _solved(stage, equations, centre)
         dimensions = float(known.deviation.square().sum()) / SPREAD**2
         if dimensions >= 0.5:

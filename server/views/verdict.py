@@ -291,7 +291,7 @@ def doubts(reading: RunSnapshot, kind: Kind) -> str:
     if kind == "examples" and _none_moved(reading):
         return NO_DERIVATIVE
     if kind == "examples" and (read := meta.get(CLOSED_FORM)):
-        return f"of simulated clients at the initial weights, {read}"
+        return f"at the initial weights, {read}"
     return UNFINISHED.get(reading.state, "")
 
 
