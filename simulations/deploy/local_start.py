@@ -29,6 +29,7 @@ from fedgauge.simulations.run.launch import TrainingFailed
 from fedgauge.simulations.run.simulate import POLL, Interrupt
 
 FACTS = "up.json"  # a local start's file for `down`
+PAUSE = 10.0  # seconds between two starts of a SuperNode
 
 
 class LocalDeployment:
@@ -44,6 +45,7 @@ class LocalDeployment:
         self.mark = uuid.uuid4().hex
         self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))  # short: Ray's sockets live below it
         self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.begun: dict[str, float] = {}
 
     def close(self) -> None:
         """End every process, whatever it does."""
@@ -59,9 +61,21 @@ class LocalDeployment:
     def begin(self, name: str) -> None:
         log = self.deployment.log(name)
         self.children[name] = processes.start(self.commands[name], log, self._environment(name))
+        self.begun[name] = time.monotonic()
         facts = {"mark": self.mark, "pids": {service: child.pid for service, child in self.children.items()}}
         with replacing(self.deployment.folder / FACTS) as file:
             file.write(json.dumps(facts).encode())
+
+    def restart_supernodes(self) -> None:
+        """Start the SuperNodes that ended again, as Docker does.
+
+        A SuperLink that was killed takes its SuperNodes of before for connected, and refuses their keys until it misses them.
+        """
+        for name, begun in list(self.begun.items()):
+            if name.startswith("supernode") and self.status(name) is not None and time.monotonic() > begun + PAUSE:
+                with suppress(ProcessLookupError):  # what it had started
+                    os.killpg(self.children[name].pid, signal.SIGKILL)
+                self.begin(name)
 
     def listen(self) -> None:
         """Start the SuperLink, and register the clients' keys."""
@@ -129,6 +143,7 @@ def up(
                     local.begin("attack")
                 if not interrupt.asked:  # a client may die, and the attack service while the clients train
                     local.check("superlink", "serverapp")
+                    local.restart_supernodes()
                     if "attack" in local.children and run.model.exists():
                         local.check("attack")
 
