@@ -1,7 +1,6 @@
 """The job queue: attacks are planned, waves leased, and scores or errors written."""
 
 import hashlib
-import json
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -14,14 +13,7 @@ from fedgauge.attacks.plan import AttackPlan
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
-from fedgauge.server.store.ledger_types import (
-    RETRIED,
-    FinishedTest,
-    Lease,
-    Progress,
-    Ungraded,
-    planned_of,
-)
+from fedgauge.server.store.ledger_types import FinishedTest, Lease, Progress, Ungraded, planned_of
 from fedgauge.server.store.tape import by_weights
 
 # a wave of a stateful attack waits until the earlier rounds of all its clients have ended
@@ -32,7 +24,6 @@ _READY = (
     " AND earlier.state IN ('queued', 'leased'))"
 )
 _END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs)"  # numbers the ended jobs in order
-_REREAD = "INSERT INTO meta VALUES (?, '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
 
 
 class JobQueue(LedgerReads):
@@ -233,7 +224,6 @@ class JobQueue(LedgerReads):
             wanted = 2 * tuple(statuses)
             (gone,) = db.execute(f"{every} SELECT count(*) FROM jobs WHERE {ended} AND NOT {taped}", wanted).fetchone()
             ids = [row["id"] for row in db.execute(f"{every} SELECT id FROM jobs WHERE {ended} AND {taped}", wanted)]
-            # `finished` stays, as readers ask for later jobs
             self._delete_scores(db, ids)
             db.executemany(
                 "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, graded = NULL, graded_to = NULL,"
@@ -274,13 +264,9 @@ class JobQueue(LedgerReads):
         """
         with self._transaction() as db:
             if afresh:
-                self._delete(db, "scores", "job_id = ? AND metric != ?", (job, OBJECTIVE))
+                db.execute("DELETE FROM scores WHERE job_id = ? AND metric != ?", (job, OBJECTIVE))
             self._write_scores(db, job, rows)
-            # new scores make this job the latest, for readers of increments
-            newer = "(SELECT max(finished) + 1 FROM jobs)" if rows else "finished"
-            db.execute(
-                f"UPDATE jobs SET graded = ?, graded_to = ?, finished = {newer} WHERE id = ?", (reason, graded_to, job)
-            )
+            db.execute("UPDATE jobs SET graded = ?, graded_to = ? WHERE id = ?", (reason, graded_to, job))
 
     def finished_tests(self) -> list[FinishedTest]:
         """Return the finished jobs of membership tests and their limits, also those whose grading failed, in order."""
@@ -298,9 +284,8 @@ class JobQueue(LedgerReads):
         with self._transaction() as db:
             self._delete_scores(db, [job])
             self._write_scores(db, job, rows)
-            newer = "(SELECT max(finished) + 1 FROM jobs)"
             values = (state, reason or None, reason, job)
-            db.execute(f"UPDATE jobs SET state = ?, error = ?, graded = ?, finished = {newer} WHERE id = ?", values)
+            db.execute("UPDATE jobs SET state = ?, error = ?, graded = ? WHERE id = ?", values)
 
     def graded(self) -> list[sqlite3.Row]:
         """Count finished jobs by grading: attack, reason for a missing grade (NULL: not asked yet), graded_to, number of jobs."""
@@ -316,13 +301,8 @@ class JobQueue(LedgerReads):
             db.executemany(f"UPDATE attacks SET {part} = ? WHERE name = ?", rows)
 
     @staticmethod
-    def _delete(db: sqlite3.Connection, table: str, where: str, values: Sequence[object]) -> None:
-        """Delete rows, and let readers read all rows again."""
-        if db.execute(f"DELETE FROM {table} WHERE {where}", values).rowcount:
-            db.execute(_REREAD, (RETRIED,))
-
-    def _delete_scores(self, db: sqlite3.Connection, jobs: Iterable[int]) -> None:
-        self._delete(db, "scores", "job_id IN (SELECT value FROM json_each(?))", (json.dumps(list(jobs)),))
+    def _delete_scores(db: sqlite3.Connection, jobs: Iterable[int]) -> None:
+        db.executemany("DELETE FROM scores WHERE job_id = ?", [(job,) for job in jobs])
 
     @staticmethod
     def _write_scores(db: sqlite3.Connection, job: int, rows: Iterable[ScoreRecord]) -> None:

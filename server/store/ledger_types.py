@@ -18,7 +18,6 @@ STARTED = "flower_run_from_round_"  # prefix: Flower's number for a deployment's
 REPEATED = "rounds_asked_again"  # number of rounds that a deployment's clients may have answered twice
 MAIN_METRIC = "main_metric"
 EMPTY = "empty"  # reason of a run without any update
-RETRIED = "retried"  # number of deletions of rows that a reader may have read
 UNGRADED = "not_graded"  # status of a reconstruction without a grade
 _MOST_LETTERS = 300  # of a client's message
 

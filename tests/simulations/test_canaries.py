@@ -48,7 +48,7 @@ ROUNDS, SEEDS, DELTA = 3, 20, 1e-5
 
 def scored(rows: list[tuple[int, int, float]]) -> Scores:
     """Scores of (round, canary, value)."""
-    return Scores.empty().extended([(r, c, CANARIES, c, CANARY, "converged", v) for r, c, v in rows])
+    return Scores.of([(r, c, CANARIES, c, CANARY, "converged", v) for r, c, v in rows])
 
 
 def estimate(chain: list[Table], seed: int, together: int = 1, model: Table | None = None) -> CanaryEstimate:

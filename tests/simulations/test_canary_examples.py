@@ -132,7 +132,7 @@ def test_an_update_that_is_no_number_shows_nothing() -> None:
 
 def scored(rows: list[tuple[int, int, float]]) -> Scores:
     """Scores of (round, canary, value)."""
-    return Scores.empty().extended([(r, 0, CANARIES, c, EVIDENCE, "converged", v) for r, c, v in rows])
+    return Scores.of([(r, 0, CANARIES, c, EVIDENCE, "converged", v) for r, c, v in rows])
 
 
 def test_evidence_adds_up_over_rounds() -> None:

@@ -171,19 +171,17 @@ def test_failed_jobs_return_to_the_queue_without_attempts(path: Path) -> None:
         untried = jobs(ledger)
         failed_once(ledger)
         scores = [tuple(r) for r in ledger.scores() if r["status"] != "failed"]
-        finished = ledger.finished()
         assert ledger.retry_ended(["failed"], 2) == (3, 0)
         assert ledger.progress() == Progress(queued=3, done=1)
-        assert [tuple(r) for r in ledger.scores()] == scores and ledger.finished() == finished
+        assert [tuple(r) for r in ledger.scores()] == scores
         tried = jobs(ledger)
         for before, after in zip(untried, tried, strict=True):
             assert after["state"] == "done" or after | {"finished": None} == before
-        assert ledger.meta()["retried"] == "1"
         while (lease := ledger.lease()) is not None:
             assert lease.attempt == 1
             finish(ledger, lease)
         assert ledger.progress() == Progress(done=4)
-        assert ledger.retry_ended(["failed"], 2) == (0, 0) and ledger.meta()["retried"] == "1"
+        assert ledger.retry_ended(["failed"], 2) == (0, 0)
 
 
 def test_what_a_stateful_attack_did_after_a_failure_is_tried_again_too(path: Path) -> None:
