@@ -206,7 +206,7 @@ def test_a_gate_takes_each_of_the_bounds(run: Run) -> None:
     with closing(RunSnapshot(run)) as reading, reading.now():
         shown, results = bound_of(reading), gate_of_run(reading, [Threshold(name, -1) for name in GATED])
     assert shown is not None and [r.outcome for r in results] == ["failed"] * 3
-    bounds = [r.measurement.value for r in results]
+    bounds = [r.value for r in results]
     assert bounds == [shown.bound.epsilon, shown.bound.gaussian, shown.bound.normal]
 
 
