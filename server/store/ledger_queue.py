@@ -79,8 +79,8 @@ class JobQueue(LedgerReads):
                 key = hashlib.sha256(repr(identity).encode()).hexdigest()
                 # the wave is fixed here, whatever the workers' speed
                 db.execute(
-                    "INSERT INTO jobs (key, attack_id, round, client, other, wave) SELECT ?1, ?2, ?3, ?4, ?5, ?6"
-                    " WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE key BETWEEN ?1 AND ?1 || ':g')",  # g: after all digests
+                    "INSERT INTO jobs (key, attack_id, round, client, other, wave) VALUES (?, ?, ?, ?, ?, ?)"
+                    " ON CONFLICT (key) DO NOTHING",
                     (key, ids[planned.name], round, client, other, i // plan.wave),
                 )
 
@@ -103,7 +103,7 @@ class JobQueue(LedgerReads):
             if first is None:
                 return None
             jobs = db.execute(
-                "SELECT j.id, j.key, j.client, j.other, j.attempts, o.digest FROM jobs j"
+                "SELECT j.id, j.client, j.other, j.attempts, o.digest FROM jobs j"
                 " JOIN observations o USING (round, client) WHERE j.state = 'queued'"
                 " AND j.round = ? AND j.attack_id = ? AND j.wave = ? ORDER BY j.client",
                 tuple(first),
@@ -132,7 +132,7 @@ class JobQueue(LedgerReads):
 
     @staticmethod
     def _remember(db: sqlite3.Connection, jobs: Sequence[sqlite3.Row], wave: sqlite3.Row) -> dict[int, tuple[int, str]]:
-        """Return the latest memory of each client; its digest becomes part of the job's key."""
+        """Return the latest memory of each client."""
         memories = {}
         for job in jobs:
             last = db.execute(
@@ -142,8 +142,6 @@ class JobQueue(LedgerReads):
             ).fetchone()
             if last is not None:
                 memories[job["client"]] = (last["round"], last["memory"])
-            key = job["key"].partition(":")[0] + ":" + (last["memory"] if last is not None else "")
-            db.execute("UPDATE jobs SET key = ? WHERE id = ?", (key, job["id"]))
         return memories
 
     def finish(
