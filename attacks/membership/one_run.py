@@ -11,7 +11,7 @@ assumptions to the most:
 - evidence that is normal with one variance, independently for each canary: the distance between the means of canaries in and
   out of the data, in standard deviations, is mu (as in Agrawal et al., Let's ask Gauss, 2606.12733).
 
-How many guesses are made must not depend on the coins: a bound is the highest of a few fixed numbers of guesses, each at its
+How many guesses are made must not depend on the coins. A bound is the highest of a few fixed numbers of guesses, each at its
 share of the probability of error.
 """
 
