@@ -17,12 +17,13 @@ from fedgauge.attacks.score_rows import wrong_client
 from fedgauge.client import toml_text
 from fedgauge.client.components import Count, SpecError, coerce
 from fedgauge.client.data_folder import may_download
+from fedgauge.client.label_kinds import SCORED, LabelKind
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_file import LedgerError
-from fedgauge.server.store.ledger_types import EMPTY, RETRIED, Progress
+from fedgauge.server.store.ledger_types import EMPTY, LABEL_METRIC, RETRIED, Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, expected_jobs
 from fedgauge.server.store.tester_truth import TesterTruth
@@ -224,7 +225,10 @@ class RunSnapshot:
         self.meta, self.progress = ledger.meta(), ledger.progress()
         if self.meta.get(RETRIED) != retried:  # rows were deleted
             self.scores, self._finished = Scores.empty(), 0
-        self.scores = replace(self.scores, roles={row["name"]: row["role"] for row in ledger.attacks()})
+        kind = SCORED.get(self.meta.get(LABEL_METRIC, ""), LabelKind)
+        self.scores = replace(
+            self.scores, roles={row["name"]: row["role"] for row in ledger.attacks()}, label_kind=kind
+        )
         self.rounds = {row["round"]: dict(row) for row in ledger.rounds()}
         if "rounds" in self.meta:  # a user's own app decides
             self.tables = {**self.tables, "rounds": int(self.meta["rounds"])}
