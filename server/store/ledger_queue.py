@@ -267,7 +267,7 @@ class JobQueue(LedgerReads):
             db.execute("UPDATE jobs SET graded = ?, graded_to = ? WHERE id = ?", (reason, graded_to, job))
 
     def finished_tests(self) -> list[FinishedTest]:
-        """Return the finished jobs of membership tests and their limits, also those whose grading failed, in order."""
+        """Return the finished jobs of membership tests and their limits in order, also those that could not be graded."""
         rows = self._db.execute(
             "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.graded IS NULL blind FROM jobs j"
             " JOIN attacks a ON a.id = j.attack_id LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"

@@ -38,6 +38,7 @@ class Scores:
         unordered: if `example` is the place in the reconstruction, as clients grade, not in the batch.
         given_labels: attacks that are given the labels; `of_metric` leaves their labels out.
         roles: of the planned attacks, in their order.
+        label_kind: kind of the labels.
     """
 
     round: Ints
@@ -55,6 +56,7 @@ class Scores:
     unordered: bool = False
     given_labels: frozenset[str] = frozenset()
     roles: Mapping[str, Role] = field(default_factory=dict)
+    label_kind: type[LabelKind] = LabelKind
 
     @classmethod
     def of(cls, rows: Iterable[ScoreRow], **settings: Any) -> "Scores":
@@ -168,11 +170,6 @@ class Scores:
     def measure(self) -> MainMetric:
         """Main metric, by which attacks are compared."""
         return self.modality.main
-
-    @property
-    def label_kind(self) -> type[LabelKind]:
-        """Kind of the labels, by the metric that scores them."""
-        return next((kind for metric, kind in SCORED.items() if metric in self.metrics), LabelKind)
 
     def batch_keys(self) -> Ints:
         return self._pack(self.round, self.client)

@@ -17,12 +17,13 @@ from fedgauge.attacks.score_rows import wrong_client
 from fedgauge.client import toml_text
 from fedgauge.client.components import Count, SpecError, coerce
 from fedgauge.client.data_folder import may_download
+from fedgauge.client.label_kinds import SCORED, LabelKind
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_file import LedgerError
-from fedgauge.server.store.ledger_types import EMPTY, Progress
+from fedgauge.server.store.ledger_types import EMPTY, LABEL_METRIC, Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, expected_jobs
 from fedgauge.server.store.tester_truth import TesterTruth
@@ -226,6 +227,7 @@ class RunSnapshot:
             unordered=ledger.graded_by_clients,
             given_labels=frozenset(name for name, attack in planned.items() if attack.labels == "given"),
             roles={name: attack.role for name, attack in planned.items()},
+            label_kind=SCORED.get(self.meta.get(LABEL_METRIC, ""), LabelKind),
         )
 
     def close(self) -> None:

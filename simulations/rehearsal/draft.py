@@ -142,7 +142,7 @@ def check_attackable(
         why = f"is trained with {first['outside']} parameters outside of it"
         if "turns" in first["notes"]:
             why = "is one of several networks that are trained by turns, as in a GAN"
-        remedy = "attacks need one module whose forward computes all that is trained: call that module"
+        remedy = "attacks need one module that computes the whole forward pass of the trained network: call that module"
         draft.refuse("networks", why, remedy, network)
     elif "inputs" in first["notes"] or x is None or (form is None and len({each.shape[1:] for each in inputs}) > 1):
         seen = first["notes"].get("inputs", "inputs have different shapes")

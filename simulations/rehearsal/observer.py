@@ -274,7 +274,7 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _transforms() -> bool:
-    """Check if a transform of torch.func is at work, whose tensors may have no values."""
+    """Check if a transform of torch.func is active: its tensors may have no values."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # torch has no public name for it
 
 

@@ -241,7 +241,7 @@ def _proof(
 ) -> tuple[str, float, set[int]]:
     """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
 
-    Also the clients whose first updates it does not give, so that they are not attacked. Uploads may be gradients, and a rate that
+    Also return the clients that train otherwise and are not attacked. Uploads may be gradients, and a rate that
     was not observed is fitted: both are written into the draft, and also if the draft gives the first update and not the last, so
     that only the first round is attacked.
 

@@ -491,6 +491,7 @@ def test_findings_and_numbers_leak_where_a_guess_from_public_labels_is_worse(
             at = 1, client, name
             cells[at] = {**(cells[at] or {}), metric: [values[client % 2]]}
     with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
+        ledger.set_meta(label_metric=metric)
         ledger.add_attacks(PLAN, {p.name: "" for p in PLAN.attacks})
         score(ledger, cells, examples=4)
         reading = LedgerAlone(ledger)
