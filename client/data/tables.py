@@ -184,7 +184,7 @@ def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
     kind = column.type
     number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
     if number and not categorical:
-        values: np.ndarray = column.cast("float64").to_numpy().copy()  # NaN where there is none
+        values: np.ndarray = column.cast("float64", safe=False).to_numpy().copy()  # NaN where there is none
         if np.isinf(values).any():
             raise ValueError(f"{path}: column {name!r} has an infinite number")
         return values

@@ -181,6 +181,7 @@ def test_a_split_is_a_function_of_its_seed(
         ({"alpha": 0.0}, "alpha"),
         ({"alpha": float("nan")}, "alpha"),
         ({"shards_per_client": 0}, "shards_per_client"),
+        ({"shards_per_client": 151, "partition": "shards"}, "302 shards"),
         ({"clients": 301}, "301 clients"),
         ({"clients": 4, "batch_size": 76}, "batch_size 76"),
         ({"auxiliary": 500}, "auxiliary 500"),

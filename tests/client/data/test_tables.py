@@ -93,6 +93,12 @@ def test_a_declared_table_takes_nothing_from_the_data(tmp_path: Path) -> None:
     assert not table(people, "income", missing="drop").columns.every[2].optional
 
 
+def test_whole_numbers_that_no_float_holds_are_numbers(tmp_path: Path) -> None:
+    rows = "".join(f"{2**53 + 1 + i},{'ab'[i % 2]}\n" for i in range(9))
+    (column,) = table(written(tmp_path / "ids.csv", f"id,label\n{rows}"), "label").columns
+    assert column.numeric and column.low == pytest.approx(2**53)
+
+
 LONG = "\n".join(f"person {i},{'ab'[i % 2]}" for i in range(200))
 
 
