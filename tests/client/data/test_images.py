@@ -4,6 +4,7 @@ import gzip
 import io
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,13 @@ def test_a_split_is_a_function_of_its_seed(
     other = split(toy(), 4, 6, partition, auxiliary=100)
     assert not all(torch.equal(a, b) for a, b in zip(first.indices, other.indices, strict=True))
     assert not torch.equal(first.auxiliary, other.auxiliary)
+
+
+@pytest.mark.parametrize("field", ["x", "y", "x_test", "y_test"])
+def test_what_is_no_tensor_is_named(field: str) -> None:
+    data = toy()
+    with pytest.raises(ValueError, match=field):
+        replace(data, **{"x_test": data.x, "y_test": data.y, field: getattr(data, field).numpy()}).check()
 
 
 @pytest.mark.parametrize(
