@@ -188,6 +188,8 @@ def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
         if np.isinf(values).any():
             raise ValueError(f"{path}: column {name!r} has an infinite number")
         return values
+    if types.is_binary(kind):  # what pyarrow makes of a CSV file's text in another encoding
+        raise ValueError(f"{path}: column {name!r} holds no text in UTF-8")
     texts = [None if cell is None else str(cell).strip() for cell in column.to_pylist()]
     return np.array([None if text in EMPTY else text for text in texts], object)
 

@@ -169,7 +169,8 @@ def test_no_attack_touches_private_data(
         )
 
 
-GOOD = Reconstruction(torch.zeros(1, 1, 28, 28), None, 0.0, 1, 0.0, "converged")
+def result(**odd: Any) -> Reconstruction:
+    return replace(Reconstruction(torch.zeros(1, 1, 28, 28), None, 0.0, 1, 0.0, "converged"), **odd)
 
 
 @pytest.mark.parametrize(
@@ -177,13 +178,13 @@ GOOD = Reconstruction(torch.zeros(1, 1, 28, 28), None, 0.0, 1, 0.0, "converged")
     [
         (None, "NoneType"),
         ([], "none"),
-        ([GOOD, GOOD], "Reconstruction, Reconstruction"),
-        ([(GOOD.x, None)], "tuple"),
-        ([replace(GOOD, x=torch.zeros(1, 1, 28, 28).numpy())], "x as a tensor.*ndarray"),
-        ([replace(GOOD, y=[1])], "y as a tensor.*list"),
-        ([replace(GOOD, x=torch.zeros(2, 1, 28, 28))], "whole batch"),
-        ([replace(GOOD, x=torch.zeros(1, 1, 28, 28, dtype=torch.uint8))], "uint8"),
-        ([replace(GOOD, status="great")], "great"),
+        ([result(), result()], "Reconstruction, Reconstruction"),
+        ([(result().x, None)], "tuple"),
+        ([result(x=torch.zeros(1, 1, 28, 28).numpy())], "x as a tensor.*ndarray"),
+        ([result(y=[1])], "y as a tensor.*list"),
+        ([result(x=torch.zeros(2, 1, 28, 28))], "whole batch"),
+        ([result(x=torch.zeros(1, 1, 28, 28, dtype=torch.uint8))], "uint8"),
+        ([result(status="great")], "great"),
     ],
 )
 def test_what_an_attack_should_not_return_is_named(

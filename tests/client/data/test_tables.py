@@ -146,7 +146,7 @@ def test_gaps_line_breaks_and_codes_are_read_as_they_are_written(tmp_path: Path)
     zips, notes, size = found.columns
     assert zips.categories == ("007", "010", MISSING) and notes.categories == ("two\nlines", "é", MISSING)
     assert size.categories == ("1", "2", "x", MISSING), "numbers beside texts are texts"
-    for bad in ("", "a,a,income\n1,2,x\n", "a,income\n1,x,\n", "a,income\n1\n", "a,income\n\xff,x"):
+    for bad in ("", "a,a,income\n1,2,x\n", "a,income\n1,x,\n", "a,income\n1\n", "a,income\n\xff,x\nb,y\nb,x\n"):
         path = tmp_path / "bad.csv"
         path.write_bytes(bad.encode("latin-1"))
         with pytest.raises(SpecError):
