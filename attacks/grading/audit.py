@@ -293,7 +293,9 @@ def _checked(returned: object, count: int, like: Tensor) -> list[Reconstruction]
     given = list(returned) if isinstance(returned, list | tuple) else [returned]
     if len(given) != count or not all(isinstance(result, Reconstruction) for result in given):
         found = ", ".join(type(result).__name__ for result in given) or "none"
-        raise ValueError(f"the attack must return {count} of Reconstruction, one for each update, and returned {found}")
+        raise ValueError(
+            f"the attack must return a list of {count} Reconstruction, one for each update, and returned {found}"
+        )
     for result in given:
         for name, t in (("x", result.x), ("y", result.y), ("confidence", result.confidence)):
             if not isinstance(t, Tensor | None):

@@ -188,6 +188,8 @@ def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
         if np.isinf(values).any():
             raise ValueError(f"{path}: column {name!r} has an infinite number")
         return values
+    if types.is_temporal(kind) and not categorical:
+        raise ValueError(f"{path}: column {name!r} has dates or times: leave it out by drop, or name it in categorical")
     if types.is_binary(kind):  # what pyarrow makes of a CSV file's text in another encoding
         raise ValueError(f"{path}: column {name!r} holds no text in UTF-8")
     texts = [None if cell is None else str(cell).strip() for cell in column.to_pylist()]

@@ -123,6 +123,7 @@ LONG = "\n".join(f"person {i},{'ab'[i % 2]}" for i in range(200))
         ("a,income\n1,x\n2,\n3,y\n", {}, "no label"),
         ("a,income\n1,x\n2,x\n3,x\n", {}, "one class"),
         ("a,income\n,x\n,y\n,x\n", {}, "'a'"),
+        ("born,income\n2001-05-01,x\n2002-06-07,y\n2003-01-01,x\n", {}, "'born'"),
         ("a,income\n1,x\ninf,y\n", {}, "'a'"),
         ("PAR1", {"path": "torn.parquet"}, "torn.parquet"),
     ],
