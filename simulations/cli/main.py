@@ -1,6 +1,7 @@
 """The command line: `fedgauge COMMAND ...`."""
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -91,7 +92,7 @@ def _carried_out(given: Sequence[str]) -> int:
     except OSError as error:
         of_a_file = error.filename is not None and error.strerror is not None
         tell(f"{error.filename}: {error.strerror}: name another place, or change what is there" if of_a_file else error)
-        return MISTAKE if of_a_file else FAILED  # such as a full disk
+        return MISTAKE if of_a_file and error.errno != errno.ENOSPC else FAILED
 
 
 def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
