@@ -355,7 +355,7 @@ def test_the_data_folder_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path))
     assert data_folder.data_folder() == tmp_path
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path / "absent"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(SpecError):
         data_folder.data_folder()
     monkeypatch.delenv("FEDGAUGE_DATA")
     beside = Path(data_folder.__file__).resolve().parents[2] / "shared" / "data"

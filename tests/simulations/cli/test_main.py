@@ -34,6 +34,11 @@ def test_a_wrong_scenario_is_refused_before_anything_starts(
     assert not (tmp_path / "runs").exists(), "nothing was started"
 
 
+def test_a_folder_of_data_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path / "none"))
+    assert main(["list"]) == 2
+
+
 def test_files_that_are_no_scenarios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text("seed = = 1")
