@@ -9,7 +9,6 @@ import subprocess
 import time
 import uuid
 from contextlib import ExitStack, closing, suppress
-from pathlib import Path
 
 from rich.console import Console
 
