@@ -20,18 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import handle_torch_function, has_torch_function
 
 MOST_BYTES = 1 << 28  # of the inputs kept for one client and round
-LOSSES = {
-    getattr(F, name): name
-    for name in (
-        "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss",
-        "binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_margin_loss", "multilabel_margin_loss",
-        "multilabel_soft_margin_loss", "poisson_nll_loss", "gaussian_nll_loss", "hinge_embedding_loss", "soft_margin_loss",
-        "cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss",
-    )
-}  # fmt: skip
+LOSSES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_margin_loss", "multilabel_margin_loss"),
+    *("multilabel_soft_margin_loss", "poisson_nll_loss", "gaussian_nll_loss", "hinge_embedding_loss"),
+    *("soft_margin_loss", "cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss"),
+)
 OF_CLASSES = ("cross_entropy", "nll_loss")
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels", "num_items_in_batch"}
 WRAPPERS = ("_module", "module", "_orig_mod")  # where Opacus, data parallelism and torch.compile keep the network
@@ -106,6 +103,7 @@ class Training:
     random: list[Tensor] = field(default_factory=list)  # states of generators before the pass
     factor: float = 1.0  # of a gradient scaler
     passed: tuple[str, Sequence[Tensor]] = ("", ())  # the last other network, and its outputs without gradients
+    weights: tuple[torch.dtype, float] | None = None  # of the network, after its last pass or step: precision and norm
 
     def enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a call of a module that no other module called."""
@@ -118,7 +116,7 @@ class Training:
             return
         parts = {id(part) for part in module.modules()}
         if not self.used and module is not self.network and id(self.network) in parts:
-            self.network, self.notes = None, {}  # a part of it was called alone, such as to size a layer
+            self.network, self.weights, self.notes = None, None, {}  # a part of it was called alone, such as to size a layer
             self.x, self.y, self.means, self.losses, self.drawn = [], [], [], {}, set()
             self.passes, self.bytes = 0, 0
         if self.network is None:
@@ -186,6 +184,7 @@ class Training:
             return
         if not torch.is_grad_enabled():
             return
+        self.measures(module)
         if not all(map(torch.equal, self.random, _random())):
             self.drawn.add(self.passes - 1)
         if not isinstance(result, Tensor) or not result.requires_grad:
@@ -206,8 +205,20 @@ class Training:
             return
         self.cleared = set() if self.dp else {*self.used}  # Opacus keeps gradients elsewhere
 
+    def measures(self, network: nn.Module) -> None:
+        """Note if weights changed since the last pass or step."""
+        before, self.weights = self.weights, _weights(network)
+        if self.used and before is not None and before[0] is self.weights[0] and before[1] != self.weights[1]:
+            self.notes["optimizer"] = (
+                "weights also change outside of the optimizer's steps, as with SAM or Lookahead; the draft leaves this out"
+            )
+
     def ends(self) -> None:
         """Leave out passes that nothing was learnt from, such as those that only measure."""
+        if self.network is not None:
+            self.measures(self.network)
+        if not self.steps:
+            self.notes.pop("optimizer", None)  # the app makes its steps by hand
         if self.used:
             self.x = [t for k, t in enumerate(self.x) if k in self.used]
             self.y = [t for k, t in enumerate(self.y) if k in self.used]
@@ -261,6 +272,8 @@ class Training:
         self.trained |= moved
         self.used -= self.cleared - {*sorted(self.used)[: self.steps[-1].passes if self.steps else 0]}
         self.steps.append(Step(type(optimizer).__name__, groups, len(self.used), self.max_norm))
+        if self.network is not None:
+            self.weights = _weights(self.network)
         self.max_norm = None
 
 
@@ -276,6 +289,11 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def _transforms() -> bool:
     """Check if a transform of torch.func is at work, whose tensors may have no values."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # torch has no public name for it
+
+
+def _weights(network: nn.Module) -> tuple[torch.dtype, float]:
+    weights = [p.detach() for p in network.parameters() if p.is_floating_point() and not is_lazy(p)]
+    return weights[0].dtype, float(nn.utils.get_total_norm(weights))
 
 
 def _random() -> list[Tensor]:
@@ -319,6 +337,9 @@ class Observer:
         for place in (nn.utils, nn.utils.clip_grad):
             self._after(place, "clip_grad_norm_", _clips)
             self._after(place, "clip_grad_value_", _clips_values)
+        for name in LOSSES:
+            setattr(F, name, self._loss(name, getattr(F, name)))
+        torch.autograd.backward = self._backward(torch.autograd.backward)
         self._after(torch.amp.GradScaler, "scale", _scales)
         self._after(Optimizer, "add_param_group", _optimises)
         for kind in (Optimizer, nn.Module):
@@ -332,8 +353,7 @@ class Observer:
         self._factories = factories = _Factories()
         _profile(factories)
         try:
-            with _Losses(now):
-                yield now
+            yield now
         finally:
             _stop_profiling()
             self._now = None
@@ -370,6 +390,43 @@ class Observer:
                 return result
             finally:
                 now.depth -= 1
+
+        return watched
+
+    def _loss(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            if has_torch_function(given := (*args, *kwargs.values())):
+                return handle_torch_function(watched, given, *args, **kwargs)  # a tensor of the app knows us only
+            value = function(*args, **kwargs)
+            if self._now is not None and torch.is_grad_enabled() and not _transforms():
+                with _reading(self._now):
+                    self._now.computes(name, signature.bind(*args, **kwargs), value)
+            return value
+
+        # torch.jit.script compiles the function itself
+        vars(watched).update(__script_if_tracing_wrapper=True, __original_fn=function)
+        return watched
+
+    def _backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            now = self._now
+            if now is None or now.back:
+                return function(*args, **kwargs)
+            now.back = True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                now.back = False
+            if args and isinstance(args[0], Tensor):
+                with _reading(now):
+                    now.goes_back(args[0])
+            return result
 
         return watched
 
@@ -416,31 +473,6 @@ def _steps_privately(now: Training, optimizer: Any, *args: object, **kwargs: obj
         "max_norm": float(norm) if isinstance(norm, int | float) else float("nan"),
         "examples": float(optimizer.expected_batch_size or 0),
     }
-
-
-class _Losses(TorchFunctionMode):
-    """Notes losses among the functions that torch is asked for."""
-
-    def __init__(self, now: Training) -> None:
-        super().__init__()
-        self._now = now
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self._now.back = func is Tensor.backward
-        try:
-            value = func(*args, **kwargs)
-        finally:
-            self._now.back = False
-        if func is Tensor.backward:
-            with _reading(self._now):
-                self._now.goes_back(args[0])
-        if func in LOSSES and torch.is_grad_enabled() and not _transforms():
-            with _reading(self._now):
-                self._now.computes(LOSSES[func], inspect.signature(func).bind(*args, **kwargs), value)
-        return value
 
 
 class _Factories:

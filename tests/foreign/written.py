@@ -121,6 +121,30 @@ SHAPES: dict[str, dict[str, str]] = {
 
 optimizer.step(loss)"""
     },
+    "threaded": {
+        "imports": "from concurrent.futures import ThreadPoolExecutor\n\n",
+        "train": """def fit():
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+
+
+with ThreadPoolExecutor(1) as pool:
+    pool.submit(fit).result()""",
+    },
+    "sharpened": {
+        "train": """weights = [*net.parameters()]
+nn.functional.cross_entropy(net(x), y).backward()
+with torch.no_grad():
+    away = [0.5 * p.grad / p.grad.norm() for p in weights]
+    for p, step in zip(weights, away, strict=True):
+        p += step
+optimizer.zero_grad()
+nn.functional.cross_entropy(net(x), y).backward()
+with torch.no_grad():
+    for p, step in zip(weights, away, strict=True):
+        p -= step
+optimizer.step()""",
+    },
     "groups": {
         "optimizer": """groups = [{"params": net.body.parameters(), "lr": 0.01}, {"params": net.head.parameters(), "lr": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.1)"""
