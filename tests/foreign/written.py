@@ -277,6 +277,29 @@ smooth = nn.functional.cross_entropy(logits, y, label_smoothing=0.1)
 (nn.functional.cross_entropy(logits, y) + smooth).backward()
 optimizer.step()""",
     },
+    "two_passes": {
+        "train": """first, second = net(x[:4]), net(x[4:])
+loss = nn.CrossEntropyLoss()
+(loss(first, y[:4]) + loss(second, y[4:])).backward()
+optimizer.step()"""
+    },
+    "sensitive": {
+        "train": """near = x.clone().requires_grad_()
+loss = nn.functional.cross_entropy(net(near), y)
+(slope,) = torch.autograd.grad(loss, near, create_graph=True)
+optimizer.zero_grad()
+(loss + 1e-9 * slope.square().sum()).backward()
+optimizer.step()"""
+    },
+    "meta": {
+        "train": """from torch.func import functional_call
+
+loss = nn.functional.cross_entropy(net(x[:4]), y[:4])
+slopes = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+moved = {name: p - 0.1 * g for (name, p), g in zip(net.named_parameters(), slopes, strict=True)}
+nn.functional.cross_entropy(functional_call(net, moved, (x[4:],)), y[4:]).backward()
+optimizer.step()"""
+    },
     "views": {
         "outputs": "6",
         "train": """nn.functional.cross_entropy(net(x) @ net(x.flip(3)).T, torch.arange(len(x))).backward()
