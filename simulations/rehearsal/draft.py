@@ -152,7 +152,7 @@ def check_attackable(
         draft.refuse("inputs", "some inputs are not finite (NaN or infinite)", "fill gaps before the network")
     elif form is None:
         words = "token ids are attacked in networks of the package transformers (BERT, GPT-2, Llama and their like)"
-        remedy = words if x.ndim == 2 else "convert inputs to floating point before the network"
+        remedy = words if x.ndim <= 2 else "convert inputs to floating point before the network"
         draft.refuse("inputs", f"takes {x.dtype} of shape {x.shape[1:]}", remedy, network)
     elif form.language and (kind := (form.language["adapter"] or {}).get("kind")):
         draft.refuse("adapter", f"is adapted by {kind}", "LoRA is attacked here", network)
