@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import handle_torch_function, has_torch_function
 
-MOST_IDLE = 1_000_000  # events of Python's profile, about .3 s
+MOST_IDLE = 300_000  # events of Python's profile, about .1 s
 MOST_PASSES = 4  # before their losses
 MOST_BYTES = 1 << 28  # of the inputs kept for one client and round
 LOSSES = (
