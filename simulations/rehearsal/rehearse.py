@@ -278,7 +278,7 @@ def _proof(
             if left_out:
                 words += f"; the draft is not exact in: {', '.join(left_out)}"
             else:
-                words += "; the app may add noise (name it in [[chain]]), average weights or change gradients"
+                words += "; the app may add noise (name it in [[chain]]) or a term to the loss, average weights or change gradients"
             if not left_out or (off > CLOSE and not {"noise", "autocast"} & {*left_out}):
                 ledger.set_meta(training=words, training_fits="False")
             return words, seconds, set()
