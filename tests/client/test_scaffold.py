@@ -198,7 +198,7 @@ def test_exact_attacks_read_every_round_or_say_why_not(trained: tuple[Scenario, 
             assert row["status"] == "not_applicable" and row["value"] is None
         else:
             assert row["value"] > 30
-    assert any("SCAFFOLD's control variates are in the update" in words for words in said) == clipped
+    assert any("SCAFFOLD" in words for words in said) == clipped
 
 
 @pytest.mark.parametrize(

@@ -160,10 +160,10 @@ def bounded(epsilon: float, accounted: float | None) -> str:
 
 
 def test_the_sentence_says_which_side_the_accounted_epsilon_is_on() -> None:
-    assert "protects less than the accounting says" in bounded(2, 1.9)
-    assert "so many canaries can show at most 3.04" in bounded(2, 2.1)
-    assert "No epsilon is accounted" in bounded(2, None)
-    assert "After at most 1 update of each client, 30 of the 32 surest guesses are right" in bounded(2, None)
+    assert "protects less" in bounded(2, 1.9)
+    assert "at most 3.04" in bounded(2, 2.1)
+    assert "No epsilon" in bounded(2, None)
+    assert "30 of the 32 surest" in bounded(2, None)
 
 
 @pytest.fixture(scope="module")
@@ -192,12 +192,12 @@ def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(ru
     shard, accountant = (4000 - 400) // 7 - 10, Accountant.of(run.scenario().federation)
     assert accounted == pytest.approx(accountant.spent(2, shard).record, rel=1e-3)
     assert accounted is not None and found.bound.epsilon <= accounted
-    assert told["canaries"].startswith("A fair coin put each of 30 canary examples into a client's data or not")
+    assert "each of 30 canary" in told["canaries"]
     assert EVIDENCE not in {figure["metric"] for figure in told["over_rounds"]}
     assert CANARIES not in {row[0] for row in told["summary"]["rows"]}
     (looked_at,) = [p for p in run.scenario().plan.attacks if p.name == CANARIES]
     card = knowledge_card(run.scenario().federation, looked_at)
-    assert "40 canary examples, but not which of them are among the data" in card
+    assert "40 canary examples, but not" in card
 
 
 def test_a_gate_takes_each_of_the_bounds(run: Run) -> None:
@@ -210,7 +210,7 @@ def test_a_gate_takes_each_of_the_bounds(run: Run) -> None:
 
 def test_report_and_terminal_say_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     report = write_report(run).read_text()
-    assert "<h2>What canaries show" in report and "each of 30 canary examples" in report
-    assert "surest guesses are right" in report
+    assert "<h2>What canaries" in report and "each of 30 canary" in report
+    assert "surest guesses" in report
     print_summary(run, "auto")
-    assert "each of 30 canary examples" in capsys.readouterr().out
+    assert "each of 30 canary" in capsys.readouterr().out

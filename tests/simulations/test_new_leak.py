@@ -74,7 +74,7 @@ def test_a_gate_and_a_sweep_judge_by_it(run: Run, capsys: pytest.CaptureFixture[
         elsewhere.setenv("FEDGAUGE_ALLOW", "")
         assert main(gate) == 2, "nothing known here has this metric"
     assert main([*gate, "--allow", "myleak"]) == 1
-    assert "the mean of 6 by contains" in capsys.readouterr().out
+    assert "of 6 by contains" in capsys.readouterr().out
     rows, summary = swept(run.folder.parent, WITH_LEAK)
     assert [(row["attack"], row["metric"], row["mean"]) for row in rows] == [
         ("row_over_bias", "close", 100.0),
