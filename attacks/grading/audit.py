@@ -264,7 +264,7 @@ class Auditor:
         Args:
             attack: the name for the rows.
             wave: the attacked wave.
-            client: the client whose update was attacked.
+            client: the attacked client.
             result: the reconstruction.
             other: another client; the result is also graded against its truth.
 

@@ -143,6 +143,11 @@ class LedgerFile:
             return
         raise LedgerError(f"{self.path} {fault}")
 
+    @property
+    def version(self) -> int:
+        """A number that changes with each change by another connection."""
+        return int(self._db.execute("PRAGMA data_version").fetchone()[0])
+
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Read everything inside at one moment.

@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgauge.client.components import SpecError, build, call
+from fedgauge.client.components import SpecError, build
 from fedgauge.client.data.tables import adult, census, german_credit, table
 from fedgauge.client.federation import DATASET
 from fedgauge.client.models.columns import MISSING, Column, Columns
+from tests.client.data.refusals import refused
 
 MIXED = Columns(
     (
@@ -135,10 +136,7 @@ def test_files_that_are_no_tables_are_refused(
     path = arguments.get("path", "own.csv")
     if path != "none.csv":
         written(tmp_path / path, text)
-    with pytest.raises(SpecError, match=name):
-        call(
-            build({"use": "table", "path": path, "label": "income", **arguments}, "[data]", DATASET).check, {}, "[data]"
-        )
+    refused(name, **{"use": "table", "path": path, "label": "income", **arguments})
 
 
 def test_gaps_line_breaks_and_codes_are_read_as_they_are_written(tmp_path: Path) -> None:

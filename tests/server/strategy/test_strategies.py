@@ -23,6 +23,7 @@ from fedgauge.server.strategy.build import STRATEGY, build_strategy
 from fedgauge.server.strategy.node_discovery import TIMES, LateJoiners, discover_nodes
 from fedgauge.server.strategy.reply_checks import CheckedStrategy, RoundReplies
 from fedgauge.server.update_recorder import UpdateRecorder
+from tests.tensors import identical
 
 USES = STRATEGY.names()
 BATCHNORM = {
@@ -59,10 +60,6 @@ def train(
     )
     result = outer.start(network, ArrayRecord(params), rounds)
     return dict(result.arrays.to_torch_state_dict()) if result.arrays else params
-
-
-def identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
