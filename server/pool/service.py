@@ -5,7 +5,6 @@ training goes on; if training dies, it finishes what is on the tape.
 """
 
 import os
-import sqlite3
 import time
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied, la
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_file import UNKEEPABLE
 from fedgauge.server.store.ledger_types import Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
@@ -26,8 +26,6 @@ from fedgauge.server.store.tape_source import TapeSource, UploadMismatch
 
 NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
 NOT_REPLAYABLE = "no recorded update can be recomputed: a state or altered weights in a secure sum prevent it"
-# what a user's attack gave cannot be written: values of another type, a score twice, tensors of a type that no file holds
-UNKEEPABLE = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError, KeyError)
 ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
 
 Executor = LocalExecutor | RayExecutor
@@ -203,7 +201,7 @@ def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
                 memories[one.client] = run.write_memory(lease.round, one.client, name, one.memory)
             rows[one.client], reasons[one.client] = one.rows, one.reconstruction.reason or None
         ledger.finish(lease, rows, reasons, memories, result.numerics)
-    except UNKEEPABLE as error:
+    except (*UNKEEPABLE, KeyError) as error:  # a user's attack gave what no ledger, or no file of tensors, holds
         _give_up(ledger, lease, error)
 
 
