@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -280,7 +280,7 @@ class Auditor:
         return paired, rows
 
 
-def _checked(returned: object, count: int, like: Tensor) -> list[Reconstruction]:
+def _checked(returned: Any, count: int, like: Tensor) -> list[Reconstruction]:
     """Check what an attack, perhaps a user's, returned.
 
     Args:
@@ -290,7 +290,7 @@ def _checked(returned: object, count: int, like: Tensor) -> list[Reconstruction]
     Raises:
         ValueError: it is something else than reconstructions of such batches.
     """
-    given = list(returned) if isinstance(returned, list | tuple) else [returned]
+    given: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
     if len(given) != count or not all(isinstance(result, Reconstruction) for result in given):
         found = ", ".join(type(result).__name__ for result in given) or "none"
         raise ValueError(

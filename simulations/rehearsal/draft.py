@@ -294,7 +294,7 @@ def _scale(draft: Draft, first: Facts, passes: int) -> float | None:
         if any(options.get("reduction") == "none" for options in first["losses"].values()):
             why = "clients weigh the losses of examples themselves; the draft takes a multiple of their mean"
             draft.note("loss", why, "name a loss of (logits, labels) as [loss] use")
-        return scales[0] * passes
+        return float(scales[0] * passes)
     if mu:
         draft.note("loss", "a term is added to the loss; the draft takes FedProx's, with the server's mu")
         return None
