@@ -16,8 +16,6 @@ from fedgauge.server.store.ledger_reads import LedgerReads
 from fedgauge.server.store.ledger_types import FinishedTest, Lease, Progress, Ungraded, planned_of
 from fedgauge.server.store.tape import by_weights
 
-# what a user's attack gave cannot be written: values of another type, a score twice, tensors of a type that no file holds
-UNKEEPABLE = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError, KeyError)
 # a wave of a stateful attack waits until the earlier rounds of all its clients have ended
 _READY = (
     "NOT (SELECT remembers FROM attacks WHERE id = j.attack_id) OR NOT EXISTS (SELECT 1 FROM jobs own JOIN jobs earlier"
