@@ -31,7 +31,7 @@ def secure_sum(
     client refuses a request for a single update. The mod expects one ArrayRecord in the message, one in the reply, and
     num-examples. Other metrics and integers among the weights stay at the client, since they are not summed.
 
-    Each step of a session is answered once at most: Flower may hand two messages to two processes with one state, and
+    Each step of a session is answered once at most. Flower may hand two messages to two processes with one state, and
     their two answers together could reveal an update.
 
     Args:

@@ -5,6 +5,7 @@ training goes on; if training dies, it finishes what is on the tape.
 """
 
 import os
+import sqlite3
 import time
 from collections.abc import Callable
 
@@ -25,6 +26,8 @@ from fedgauge.server.store.tape_source import TapeSource, UploadMismatch
 
 NO_REPLAY = "not possible in a deployment: only a client's own data, which stays there, can recompute its update"
 NOT_REPLAYABLE = "no recorded update can be recomputed: a state or altered weights in a secure sum prevent it"
+# what a user's attack gave cannot be written: values of another type, a score twice, tensors of a type that no file holds
+UNKEEPABLE = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError, KeyError)
 ATTEMPTS = 3  # for a wave whose worker dies; the last one is on the CPU
 
 Executor = LocalExecutor | RayExecutor
@@ -191,14 +194,17 @@ def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
         _give_up(ledger, lease, result)
         return
     rows, reasons, memories, name = {}, {}, {}, lease.attack.name
-    for one in result.audited:
-        if tensors := one.reconstruction.tensors():
-            run.write_reconstruction(lease.round, one.client, name, tensors)
-        # written before its job is marked done, so that a finished job always has its memory
-        if one.memory is not None:
-            memories[one.client] = run.write_memory(lease.round, one.client, name, one.memory)
-        rows[one.client], reasons[one.client] = one.rows, one.reconstruction.reason or None
-    ledger.finish(lease, rows, reasons, memories, result.numerics)
+    try:
+        for one in result.audited:
+            if tensors := one.reconstruction.tensors():
+                run.write_reconstruction(lease.round, one.client, name, tensors)
+            # written before its job is marked done, so that a finished job always has its memory
+            if one.memory is not None:
+                memories[one.client] = run.write_memory(lease.round, one.client, name, one.memory)
+            rows[one.client], reasons[one.client] = one.rows, one.reconstruction.reason or None
+        ledger.finish(lease, rows, reasons, memories, result.numerics)
+    except UNKEEPABLE as error:
+        _give_up(ledger, lease, error)
 
 
 def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:

@@ -28,7 +28,7 @@ from fedgauge.client.update import Batch, Update
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.tape_source import UploadMismatch, names_of, read_observation, replies_of
+from fedgauge.server.store.tape_source import TapeSource, UploadMismatch, names_of, replies_of
 from fedgauge.server.views.formatting import many
 from fedgauge.simulations.rehearsal.draft import (
     LIBRARIES,
@@ -241,7 +241,7 @@ def _proof(
 ) -> tuple[str, float, set[int]]:
     """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
 
-    Also the clients whose first updates it does not give, so that they are not attacked. Uploads may be gradients, and a rate that
+    Also return the clients that train otherwise and are not attacked. Uploads may be gradients, and a rate that
     was not observed is fitted: both are written into the draft, and also if the draft gives the first update and not the last, so
     that only the first round is attacked.
 
@@ -256,7 +256,8 @@ def _proof(
         row, *later = [o for o in ledger.observations() if o["client"] == client and o["digest"]]
         for _ in range(MOST_TRIES):
             replies = prepare_app(run, ledger, scenario)
-            seen = read_observation(run, ledger, scenario.federation, row["round"], client, row["digest"])
+            source = TapeSource(scenario.federation, run=run, ledger=ledger)
+            seen = source.observation(row["round"], client, row["digest"])
             update, seconds = _computed(scenario, seen, own[0], kind)
             along, length = _dot(update, seen.update), _dot(update, update)
             if replies == "updates" and along < 0:
@@ -277,13 +278,13 @@ def _proof(
             if left_out:
                 words += f"; the draft is not exact in: {', '.join(left_out)}"
             else:
-                words += "; the app may add noise (name it in [[chain]]), average weights or change gradients"
+                words += "; the app may add noise (name it in [[chain]]) or a term to the loss, average weights or change gradients"
             if not left_out or (off > CLOSE and not {"noise", "autocast"} & {*left_out}):
                 ledger.set_meta(training=words, training_fits="False")
             return words, seconds, set()
 
         def fits(row: Any, facts: Facts) -> bool:
-            seen = read_observation(run, ledger, scenario.federation, row["round"], row["client"], row["digest"])
+            seen = source.observation(row["round"], row["client"], row["digest"])
             return _compared(_computed(scenario, seen, facts, kind)[0], scenario, seen, facts, kind, step)[2]
 
         ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")

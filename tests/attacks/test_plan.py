@@ -55,7 +55,7 @@ def test_a_mistake_in_an_attack_table_is_named(table: dict[str, Any], named: str
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        *(({"rounds": rounds}, "rounds") for rounds in ([0], [1, 11])),
+        *(({"rounds": rounds}, "rounds") for rounds in ([], [0], [1, 11])),
         *(({"clients": clients}, "clients") for clients in ([4], [-1], 2)),
         *(
             ({"every": 0}, "every"),

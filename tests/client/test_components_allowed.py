@@ -243,6 +243,54 @@ def test_a_federation_of_a_users_parts_travels_as_json(own: Path) -> None:
         Federation(protocol).check()
 
 
+HOOKS = """
+import sys
+from dataclasses import dataclass
+from fedgauge.client.transforms import BatchTransform, UpdateTransform
+from fedgauge.client.update import Batch
+
+@dataclass(frozen=True)
+class Batches(BatchTransform):
+    how: str
+    def transform(self, batch, rng):
+        return {"nothing": None, "pair": (batch.x, batch.y), "fewer": Batch(batch.x[:1], batch.y[:1])}[self.how]
+
+@dataclass(frozen=True)
+class Updates(UpdateTransform):
+    how: str
+    def apply(self, update, rng):
+        return sys.exit(0) if self.how == "exit" else {k: t.clone() for k, t in update.items()}
+    @property
+    def mean(self):
+        return {"number": 3, "nothing": None, "typing error": self.meen if self.how == "typing error" else 0}.get(self.how, self)
+    def update_distribution(self, before):
+        return 3 if self.how == "density" else before
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "how", "named"),
+    [
+        *(("Batches", how, r"#1.*Batch") for how in ("nothing", "pair", "fewer")),
+        *(("Updates", how, r"#1.*mean") for how in ("number", "nothing", "density")),
+        ("Updates", "typing error", "meen.*mynets.py"),
+        ("Updates", "exit", "SystemExit.*mynets.py"),
+    ],
+)
+def test_what_a_users_link_should_not_give_is_named(own: Path, use: str, how: str, named: str) -> None:
+    (own / "mynets.py").write_text(HOOKS)
+    tables = {
+        "rounds": 1,
+        "clients": 2,
+        "data": {"use": "mnist5k", "batch_size": 2},
+        "model": {"use": "mlp", "hidden": [2]},
+        "chain": [{"use": f"mynets:{use}", "how": how}, {"use": "local_sgd", "rate": 0.1}],
+    }
+    fed = Federation(Protocol.from_tables(tables))
+    with allowing(["mynets"], [own]), pytest.raises(SpecError, match=named), components.users_errors():
+        fed.check().own_update(*fed.initial(), client=0, round=1)
+
+
 def test_losses_of_a_users_are_allowed_alike(own: Path) -> None:
     with pytest.raises(SpecError):
         resolve({"use": "torch.nn:MSELoss"}, "[loss]", LOSS)

@@ -153,10 +153,10 @@ def test_a_value_of_another_kind_is_named_with_its_table(theirs: Run, script: st
 
 def test_scores_under_another_attacks_name_are_not_read(theirs: Run) -> None:
     with theirs.ledger(readonly=True) as ledger:
-        before = len(list(ledger.scores_since(0)))
+        before = len(list(ledger.score_rows()))
     changed(theirs, "UPDATE scores SET attack = 'other' WHERE example = 0")
     with theirs.ledger(readonly=True) as ledger:
-        rows = list(ledger.scores_since(0))
+        rows = list(ledger.score_rows())
     assert 0 < len(rows) < before and not any(row[2] == "other" for row in rows)
 
 

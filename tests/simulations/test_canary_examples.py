@@ -2,7 +2,6 @@
 
 import math
 from contextlib import closing
-from functools import partial
 
 import pytest
 import torch
@@ -132,7 +131,7 @@ def test_an_update_that_is_no_number_shows_nothing() -> None:
 
 def scored(rows: list[tuple[int, int, float]]) -> Scores:
     """Scores of (round, canary, value)."""
-    return Scores.empty().extended([(r, 0, CANARIES, c, EVIDENCE, "converged", v) for r, c, v in rows])
+    return Scores.of([(r, 0, CANARIES, c, EVIDENCE, "converged", v) for r, c, v in rows])
 
 
 def test_evidence_adds_up_over_rounds() -> None:
@@ -140,25 +139,24 @@ def test_evidence_adds_up_over_rounds() -> None:
     coins = torch.arange(32) % 3 == 0
     right = torch.where(coins, 1.0, -1.0).tolist()
     rows = [(1, c, -v) for c, v in enumerate(right)] + [(2, c, 2 * v) for c, v in enumerate(right)]
-    first, second = (canary_bound(scored(rows[:n]), coins, DELTA, lambda releases: float(releases)) for n in (32, 64))
+    first, second = (canary_bound(scored(rows[:n]), coins, DELTA) for n in (32, 64))
     assert first is not None and second is not None
     assert (first.canaries, first.releases, first.bound.right, first.bound.epsilon) == (32, 1, 0, 0.0)
     assert (second.releases, second.bound.right, second.bound.guesses) == (2, 32, 32)
     assert second.bound.epsilon == second.most == first.most == least_epsilon(32, 32, 32, DELTA, 0.05 / 3) > 1
-    assert (first.accounted, second.accounted) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("number", [-1, 2, 10**9])
 def test_a_row_of_no_canary_counts_for_nothing(number: int) -> None:
     coins = torch.tensor([True, False])
-    assert canary_bound(scored([(1, number, 5.0)]), coins, DELTA, lambda n: None) is None
-    bound = canary_bound(scored([(1, 0, 1e99), (1, 1, math.nan)]), coins, DELTA, lambda n: None)
+    assert canary_bound(scored([(1, number, 5.0)]), coins, DELTA) is None
+    bound = canary_bound(scored([(1, 0, 1e99), (1, 1, math.nan)]), coins, DELTA)
     assert bound is not None and (bound.canaries, bound.bound.right, bound.bound.epsilon) == (1, 1, 0.0)
 
 
 def bounded(epsilon: float, accounted: float | None) -> str:
     guesses = GuessBound(32, 30, epsilon, 2 * epsilon, 3 * epsilon)
-    return bound_words(CanaryBound(64, 1, guesses, 3.04, accounted), DELTA)
+    return bound_words(CanaryBound(64, 1, guesses, 3.04), DELTA, accounted)
 
 
 def test_the_sentence_says_which_side_the_accounted_epsilon_is_on() -> None:
@@ -180,7 +178,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(run: Run) -> None:
     with closing(RunSnapshot(run)) as reading, reading.now():
         scores, told, coins = reading.scores, in_json(overview(reading)), reading.scenario.protocol.coins
-        found = canary_bound(scores, coins, DELTA, partial(_accounted, reading))
+        found, accounted = canary_bound(scores, coins, DELTA), _accounted(reading, 2)
     looked_at = {
         name: {(int(r), int(c)) for r, c in zip(rows.round, rows.client, strict=True)}
         for name in ("idlg", CANARIES)
@@ -192,8 +190,8 @@ def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(ru
     }  # the last one was refused
     assert found is not None and (found.canaries, found.releases) == (30, 2)
     shard, accountant = (4000 - 400) // 7 - 10, Accountant.of(run.scenario().federation)
-    assert found.accounted == pytest.approx(accountant.spent(2, shard).record, rel=1e-3)
-    assert found.accounted is not None and found.bound.epsilon <= found.accounted
+    assert accounted == pytest.approx(accountant.spent(2, shard).record, rel=1e-3)
+    assert accounted is not None and found.bound.epsilon <= accounted
     assert "each of 30 canary" in told["canaries"]
     assert EVIDENCE not in {figure["metric"] for figure in told["over_rounds"]}
     assert CANARIES not in {row[0] for row in told["summary"]["rows"]}
@@ -206,7 +204,7 @@ def test_a_gate_takes_each_of_the_bounds(run: Run) -> None:
     with closing(RunSnapshot(run)) as reading, reading.now():
         shown, results = bound_of(reading), gate_of_run(reading, [Threshold(name, -1) for name in GATED])
     assert shown is not None and [r.outcome for r in results] == ["failed"] * 3
-    bounds = [r.measurement.value for r in results]
+    bounds = [r.value for r in results]
     assert bounds == [shown.bound.epsilon, shown.bound.gaussian, shown.bound.normal]
 
 

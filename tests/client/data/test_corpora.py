@@ -265,6 +265,18 @@ def test_numbers_are_classes_and_names_may_be_given_an_order(table: Path, tmp_pa
     assert ordered.y.eq(0).sum() == csv(table).y.eq(1).sum()
 
 
+def test_a_parquet_file_gives_the_same_sentences(table: Path, tmp_path: Path) -> None:
+    from pyarrow import csv as lines
+    from pyarrow import parquet
+
+    numbered = tmp_path / "numbered.csv"
+    numbered.write_text("text,label\n" + "".join(f"{3 * i},{i % 2}\n" for i in range(8)))
+    for file in (table, numbered):
+        parquet.write_table(lines.read_csv(file), file.with_suffix(".parquet"))
+        one, other = csv(file), csv(file.with_suffix(".parquet"))
+        assert torch.equal(one.x, other.x) and torch.equal(one.y, other.y) and one.names == other.names
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "name"),
     [
@@ -276,6 +288,7 @@ def test_numbers_are_classes_and_names_may_be_given_an_order(table: Path, tmp_pa
         ('text,label\n"a,0\n', {}, "Row #2"),
         ("text,label\na,0\n", {}, "two examples"),
         ("text,label\na,1\nb,1\n", {}, "one class"),
+        ("text,label\na,1\nb,\nc,0\n", {}, "no label"),
         ("text,label\na,x\nb,y\n", {"classes": ["x"]}, "classes"),
         ("text,label\na,0\nb,1\na,0\n", {"test": 1.0}, "test"),
         (None, {}, "own.csv"),

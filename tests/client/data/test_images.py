@@ -4,6 +4,7 @@ import gzip
 import io
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,13 @@ def test_a_split_is_a_function_of_its_seed(
     assert not torch.equal(first.auxiliary, other.auxiliary)
 
 
+@pytest.mark.parametrize("field", ["x", "y", "x_test", "y_test"])
+def test_what_is_no_tensor_is_named(field: str) -> None:
+    data = toy()
+    with pytest.raises(ValueError, match="y of x_test" if field == "y_test" else field):
+        replace(data, **{"x_test": data.x, "y_test": data.y, field: getattr(data, field).numpy()}).check()
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
@@ -182,6 +190,7 @@ def test_a_split_is_a_function_of_its_seed(
         ({"alpha": 0.0}, "alpha"),
         ({"alpha": float("nan")}, "alpha"),
         ({"shards_per_client": 0}, "shards_per_client"),
+        ({"shards_per_client": 151, "partition": "shards"}, "302 shards"),
         ({"clients": 301}, "301 clients"),
         ({"clients": 4, "batch_size": 76}, "batch_size 76"),
         ({"auxiliary": 500}, "auxiliary 500"),
@@ -346,7 +355,7 @@ def test_the_data_folder_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path))
     assert data_folder.data_folder() == tmp_path
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path / "absent"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(SpecError):
         data_folder.data_folder()
     monkeypatch.delenv("FEDGAUGE_DATA")
     beside = Path(data_folder.__file__).resolve().parents[2] / "shared" / "data"

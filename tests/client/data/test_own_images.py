@@ -115,6 +115,8 @@ def test_unusable_parts_are_named(pictures: Path, tmp_path: Path) -> None:
     refused("broken.png", **own)
     Image.fromarray(pixels(0)).save(pictures / "dogs" / "broken.png", format="EPS")  # whatever its name
     refused("broken.png", **own)
+    Image.fromarray(np.full((12, 20), 1000, np.uint16)).save(pictures / "dogs" / "broken.png")  # not 255 everywhere
+    refused("broken.png", **own)
     (tmp_path / "one" / "only").mkdir(parents=True)
     for name in ("a.png", "b.png"):
         Image.fromarray(pixels(0)).save(tmp_path / "one" / "only" / name)

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.federation import Federation
 from fedgauge.server.app import app as server_app
 from fedgauge.server.store.ledger import Ledger
@@ -343,6 +343,15 @@ def test_a_late_client_joins_a_deployment_once_under_its_own_number(kit: Any) ->
 def test_strategies_that_cannot_be_honoured_are_refused(table: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=rf"\[strategy\].*{words}"):
         build_strategy(table, 4)
+
+
+def test_what_a_users_function_gives_is_a_strategy_or_refused(tmp_path: Path) -> None:
+    lines = "from flwr.serverapp.strategy import FedAvg, Strategy\n\ndef {}(**_) -> Strategy:\n    return {}\n"
+    (tmp_path / "givers.py").write_text(lines.format("right", "FedAvg()") + lines.format("wrong", "None"))
+    with allowing(["givers"], [tmp_path]):
+        assert isinstance(build_strategy({"use": "givers:right"}, 4), Strategy)
+        with pytest.raises(SpecError, match="NoneType"):
+            build_strategy({"use": "givers:wrong"}, 4)
 
 
 def test_a_strategy_gets_its_arguments_and_a_simulations_defaults() -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fedgauge.client.components import allowing
 from fedgauge.server.store.run import Run
-from fedgauge.server.store.tape_source import UploadMismatch, read_observation
+from fedgauge.server.store.tape_source import TapeSource, UploadMismatch
 from fedgauge.server.tap import tap
 from fedgauge.server.views import overview
 from fedgauge.server.views.gallery import Gallery
@@ -260,8 +260,9 @@ def test_a_reply_with_fewer_arrays_is_recorded_and_its_audit_asks_what_is_frozen
         first = ledger.observations()[0]
         assert (first["status"], first["reason"]) == ("accepted", "")
         assert len(run.tape().read(1, first["client"], first["digest"]).update) == 2
+        source = TapeSource(run.scenario().federation, run=run, ledger=ledger)
         with pytest.raises(UploadMismatch):
-            read_observation(run, ledger, run.scenario().federation, 1, first["client"], first["digest"])
+            source.observation(1, first["client"], first["digest"])
     assert main(["audit", str(run.folder)]) == 1
     assert "freeze" in "".join(capsys.readouterr())
 

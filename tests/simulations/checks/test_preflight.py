@@ -154,13 +154,13 @@ def test_membership_is_estimated_from_norms_and_noise() -> None:
     chosen = scenario(chain=[clip, {"use": "gaussian", "sigma": 0.004}, SGD], data={"use": "mnist5k", "auxiliary": 200})
     mu = 0.01 / 0.004
     often = mu * math.sqrt(max(1.0, 5 / min(map(len, chosen.federation.shards.indices))))
-    told = finding(preflight(chosen), "in a batch")
+    told = finding(preflight(chosen), "batch membership")
     assert told.severity == "weak"
     assert f" {100 * power(0.01, mu):.0f}\u00a0% or more" in told.words
     assert f"{100 * power(0.01, often):.0f}\u00a0% after all" in told.words
     strong = scenario(chain=[clip, {"use": "gaussian", "sigma": 0.1}, SGD])
-    assert finding(preflight(strong), "in a batch").severity == "holds"
-    assert finding(preflight(scenario()), "in a batch", "no noise").severity == "weak"
+    assert finding(preflight(strong), "batch membership").severity == "holds"
+    assert finding(preflight(scenario()), "batch membership", "no noise").severity == "weak"
 
 
 def test_epsilon_is_reported_where_it_holds_and_why_where_it_does_not() -> None:

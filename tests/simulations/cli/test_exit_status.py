@@ -40,6 +40,21 @@ class Guess(Attack):
                 for s in streams]
 """
 USE = {"use": "ownattacks:Guess", "name": "guess"}
+OWN_MEASURE = """
+from dataclasses import dataclass
+
+from fedgauge.attacks.measure import Measure
+
+
+@dataclass(frozen=True)
+class Odd(Measure):
+    value: str = "much"
+    times: int = 1
+    metric = "mse"
+
+    def measure(self, case):
+        return {client: self.times * case.rows(client, {"mse": [self.value]}, [0]) for client in case.wave.clients}, {}
+"""
 
 
 @pytest.fixture
@@ -115,6 +130,18 @@ def test_failed_attacks_are_retried_and_end_as_without_the_failure(
     assert "0 attacks (failed)" in capsys.readouterr().err and all_rows(run) == before
     assert main(["runs", "--runs", str(run.folder.parent)]) == 0
     assert capsys.readouterr().out.count("complete") == 2
+
+
+@pytest.mark.parametrize("odd", [{"value": "much"}, {"value": "1", "times": 2}])
+def test_scores_that_cannot_be_kept_are_a_failure_of_their_attack_alone(
+    tmp_path: Path, mine: Path, odd: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (mine / "ownattacks.py").write_text(OWN_MEASURE)
+    run = taped_with(tmp_path, {"use": "ownattacks:Odd", **odd}, {"use": "analytic"})
+    assert main(["audit", str(run.folder)]) == 1
+    assert "4 of 20 attacks failed: Odd (4 x)" in " ".join(capsys.readouterr().out.split())
+    with run.ledger() as ledger:
+        assert {row["attack"] for row in ledger.scores() if row["status"] != "failed"} >= {"analytic", "mean_image"}
 
 
 def test_one_update_that_cannot_be_attacked_is_reported_and_the_others_have_their_numbers(

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.gate import GateResult, Measurement, Threshold, gate_of_run
+from fedgauge.server.views.gate import GateResult, Threshold, gate_of_run
 from fedgauge.server.views.snapshot import read_once
 from fedgauge.simulations.cli.main import main
 from tests.simulations.cli.conftest import TABLES, scenario_file, taped_run
@@ -38,7 +38,7 @@ def gate(of: str, *words: str) -> int:
     ],
 )
 def test_an_outcome_by_hand(value: float | None, conclusive: bool, above: bool, expected: str) -> None:
-    result = GateResult(Threshold("psnr", 20.0, above), Measurement(value, "by hand", conclusive))
+    result = GateResult(Threshold("psnr", 20.0, above), value, "by hand", conclusive)
     assert result.outcome == expected
 
 
@@ -130,7 +130,7 @@ def test_membership_is_compared_by_its_area(tmp_path: Path) -> None:
         (result,) = gate_of_run(reading, [Threshold("membership", 0.7)])
         areas = [told.area for told in membership_results(reading.scores)]
         (held,) = gate_of_run(reading, [Threshold("dataset_membership", 0.7)])
-    assert result.measurement.value == max(areas) > 0.7 and result.outcome == "failed"
+    assert result.value == max(areas) > 0.7 and result.outcome == "failed"
     assert held.outcome == "not measured" and "--attack membership_over_rounds" in str(held)
 
 

@@ -15,6 +15,8 @@ def test_init_writes_a_scenario_that_is_accepted(tmp_path: Path, capsys: pytest.
     target = tmp_path / "mine.toml"
     assert main(["init", str(target)]) == 0
     assert Scenario.load(target).protocol.clients == 4
+    target.write_text("\ufeff" + target.read_text())  # as an editor on Windows saves it
+    assert Scenario.load(target).protocol.clients == 4
     assert main(["init", str(target)]) == 2
     assert "exists" in capsys.readouterr().err
     for kind in ("text", "tables"):
