@@ -15,11 +15,8 @@ from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.components import NotNegative, Positive, Share
 
 Step = Callable[[Variables, Tensor, float], tuple[Tensor, Variables]]
-Moments = dict[str, tuple[Tensor, Tensor]]  # of Adam, by variable
 Shapes = dict[str, torch.Size]  # of each variable of one problem
 Starts = Callable[[Tensor, Tensor], Variables]  # observations (N,), numbers of their draws (N,) -> fresh starts
-
-CHECK_EVERY = 16  # iterations between two checks for lost problems: a check waits for the device, an iteration does not
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,51 +99,24 @@ class AdamSearch(adam, Search):
 
         return CompiledStep(problems, limiter).value_and_slopes
 
-    def _descend(self, context: SearchContext, step: Step, variables: Variables, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Move some problems in place; returns the iterations of each, and whether the deadline ended it.
-
-        A unit leaves when none of its problems had a finite objective between two checks.
-        """
-        iterations, unit = context.budget.iterations, context.problems.units.shape[1]
-        live, spent, done = torch.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64), 0
-        part = {name: t.clone() for name, t in variables.items()}
-        moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in part.items()}
-        finite = torch.zeros(len(rows), dtype=torch.bool, device=part["x"].device)
-        while done < iterations and len(live) and not context.clock.over():
-            finite |= self._move(context, step, part, moments, rows[live], done).isfinite()
+    def _descend(self, context: SearchContext, step: Step, variables: Variables, rows: Tensor) -> tuple[int, bool]:
+        """Move some problems in place; returns the iterations, and whether the deadline ended them."""
+        problems, iterations, done = context.problems, context.budget.iterations, 0
+        moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in variables.items()}
+        while done < iterations and not context.clock.over():
+            weight = self.anneal ** max(0.0, 1 - 2 * done / iterations)
+            _, slopes = step(variables, rows, weight)
+            if self.flat:
+                slopes = self._with_penalty(step, variables, rows, weight, slopes)
+            for name, t in variables.items():
+                slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
+                slope = slope.sign() if self.signed and name in problems.signed else slope
+                self.step(t, slope, moments[name], done, iterations)
+            for name, (low, high) in problems.bounds.items():
+                if self.box or name != "x":
+                    torch.clamp(variables[name], low, high, out=variables[name])
             done += 1
-            spent[live] = done
-            if done % CHECK_EVERY == 0:
-                kept = finite.cpu().view(-1, unit).any(1).repeat_interleave(unit)
-                finite = torch.zeros_like(finite)
-                if not kept.all():
-                    for name, t in part.items():
-                        variables[name][live] = t
-                    live, finite, part = live[kept], finite[kept], {name: t[kept] for name, t in part.items()}
-                    moments = {name: (first[kept], second[kept]) for name, (first, second) in moments.items()}
-        for name, t in part.items():
-            variables[name][live] = t
-        interrupted = torch.zeros(len(rows), dtype=torch.bool)
-        interrupted[live] = done < iterations
-        return spent, interrupted
-
-    def _move(
-        self, context: SearchContext, step: Step, variables: Variables, moments: Moments, rows: Tensor, done: int
-    ) -> Tensor:
-        """One iteration of some problems in place; returns the objectives before it."""
-        problems, iterations = context.problems, context.budget.iterations
-        weight = self.anneal ** max(0.0, 1 - 2 * done / iterations)
-        value, slopes = step(variables, rows, weight)
-        if self.flat:
-            slopes = self._with_penalty(step, variables, rows, weight, slopes)
-        for name, t in variables.items():
-            slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
-            slope = slope.sign() if self.signed and name in problems.signed else slope
-            self.step(t, slope, moments[name], done, iterations)
-        for name, (low, high) in problems.bounds.items():
-            if self.box or name != "x":
-                torch.clamp(variables[name], low, high, out=variables[name])
-        return value
+        return done, done < iterations
 
     def _with_penalty(
         self, step: Step, variables: Variables, rows: Tensor, weight: float, slopes: Variables
