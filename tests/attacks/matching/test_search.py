@@ -73,6 +73,11 @@ def test_results_do_not_depend_on_the_problems_of_the_same_pass(attack: str, mon
             same(found, alone[place])
 
 
+def test_the_rate_falls_at_its_cuts_or_a_little_in_each_iteration() -> None:
+    assert [AdamSearch(0.1, cuts=(0.5, 0.75)).rate_at(i, 8) for i in (3, 4, 7)] == pytest.approx([0.1, 0.01, 0.001])
+    assert AdamSearch(0.2, decay=0.9).rate_at(2, 8) == pytest.approx(0.2 * 0.81)
+
+
 class Until(Deadline):
     """Over after so many questions."""
 
