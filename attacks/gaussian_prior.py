@@ -1,7 +1,7 @@
 """Gaussian priors over an example's pixels, fitted to auxiliary images: of all together, or of each class by itself."""
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -60,15 +60,6 @@ class GaussianPrior:
         shrunk = (1 - shrinkage) * variances + shrinkage * average
         return cls(mean, axes, shrunk, shrinkage * average)
 
-    @cached_property
-    def covariance(self) -> Tensor:
-        return self._spectral(self.variances, self.rest)
-
-    @cached_property
-    def information(self) -> Tensor:
-        """The inverse covariance (d, d)."""
-        return self._spectral(1 / self.variances, 1 / self.rest)
-
     def blocks(self, count: int) -> list[VarianceBlock]:
         """The directions grouped by prior variance, in at most `count` groups of equal ratio, and the rest."""
         logs = self.variances.log()
@@ -83,11 +74,6 @@ class GaussianPrior:
         ]
         left = len(self.mean) - len(self.axes)
         return found + ([VarianceBlock(None, self.axes, left, left / self.rest)] if left else [])
-
-    def _spectral(self, along: Tensor, rest: float) -> Tensor:
-        identity = torch.eye(len(self.mean), dtype=torch.float64)
-        spread: Tensor = self.axes.T @ ((along - rest)[:, None] * self.axes)
-        return rest * identity + spread
 
 
 def _principal(centred: Tensor) -> tuple[Tensor, Tensor]:

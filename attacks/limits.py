@@ -38,10 +38,9 @@ from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution,
 from fedgauge.client.update import Batch, Params, Update, UpdateFn
 
 Precision = Callable[[Update], Update]  # the noise-free update -> Fisher information about each of its entries
-FULL = 256  # pixels of a batch up to which the whole F is formed, by one derivative for each pixel
 DRAWS = 32  # auxiliary batches over which F is averaged, shared among the priors
 LEAST = 4  # of one prior; even, see _draws
-BLOCKS = 8  # of the trace form
+BLOCKS = 8  # of directions
 POOL = 512  # auxiliary images of a prior among which those are found that the model errs on
 CHUNK = 64  # directions, or images, computed together
 PROBE = 4096  # entries of the test update that shows whether a link chooses what it drops
@@ -115,13 +114,6 @@ def _weight(value: Tensor, noise: UpdateDistribution) -> Tensor:
     return weight.to(value.dtype)
 
 
-def fisher(forward: UpdateFn, params: Params, batch: Batch, weigh: Precision, chunk: int = CHUNK) -> Tensor:
-    """F(x) = J' S^-1 J, (n, n) float64, of all n entries of batch.x, by n forward-mode derivatives in chunks."""
-    units = torch.eye(batch.x.numel(), dtype=batch.x.dtype).view(-1, *batch.x.shape)
-    rows = torch.cat([_moves(forward, params, batch, weigh, part).double() for part in units.split(chunk)])
-    return rows @ rows.T
-
-
 def block_traces(
     forward: UpdateFn,
     params: Params,
@@ -190,34 +182,16 @@ def bayes_limit(known: Knowledge, params: Params, priors: Sequence[ClassPrior], 
     """
     forward, noise = observed(known)
     weigh, count = precision(noise), max(LEAST, DRAWS // len(priors))
-    of = {int(label): own.prior for own in priors for label in own.labels}
 
     def of_class(own: ClassPrior) -> float:
-        draws = list(_draws(known, params, own.labels, count, rng))
-        if known.batch_size * len(own.prior.mean) <= FULL:
-            whole = [
-                weight * _first(fisher(forward, params, batch, weigh), place, known.batch_size)
-                + torch.block_diag(*(of[int(y)].information for y in _first(batch.y, place, known.batch_size)))
-                for batch, place, weight in draws
-            ]
-            spread = torch.cholesky_inverse(torch.linalg.cholesky(torch.stack(whole).mean(0)))
-            return float(spread.diagonal()[: len(own.prior.mean)].mean())
         blocks = own.prior.blocks(BLOCKS)
         traces = [
             weight * block_traces(forward, params, batch, weigh, blocks, rng, place=place)
-            for batch, place, weight in draws
+            for batch, place, weight in list(_draws(known, params, own.labels, count, rng))
         ]
         return trace_bound(torch.stack(traces).mean(0), blocks)
 
     return sum(own.share * of_class(own) for own in priors) / sum(own.share for own in priors)
-
-
-def _first(t: Tensor, place: int, examples: int) -> Tensor:
-    """A vector or matrix over the examples of a batch, with the one at a place moved to the front."""
-    size = len(t) // examples
-    order = torch.arange(len(t)).view(examples, size)
-    order = torch.cat([order[place], order[:place].flatten(), order[place + 1 :].flatten()])
-    return t[order] if t.dim() == 1 else t[order][:, order]
 
 
 def _draws(
@@ -275,13 +249,10 @@ class BayesLimit(ErrorLimit):
     role = "estimate"
 
     def assumes(self, fed: Federation, batch: str) -> list[str]:
-        values = fed.protocol.group_size * fed.shards.batch_size * math.prod(fed.shards.dataset.shape)
         fitted = f"Gaussian prior of each class fitted to {len(fed.shards.auxiliary)} auxiliary images (Ledoit-Wolf shrinkage)"
         bound = "an estimate, and a bound only for Gaussian images"
-        kind = (
-            "whole" if values <= FULL else f"by its trace in {BLOCKS} blocks of the prior's directions (a weaker bound)"
-        )
-        method = f"Fisher information {kind}, averaged over batches of auxiliary images"
+        form = f"by its trace in {BLOCKS} blocks of the prior's directions (a weaker bound)"
+        method = f"Fisher information {form}, averaged over batches of auxiliary images"
         return [batch, bound, fitted, "labels known", method]
 
     def error(self, case: Case, rng: Generator) -> float:

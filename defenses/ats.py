@@ -46,7 +46,6 @@ RANGES = {
     "translate_y": (0.0, 150 / 331),  # of the height
 }
 SIGNED = {"brightness", "color", "contrast", "sharpness", "shear_y", "translate_x", "translate_y"}  # + or - at random
-GREY = (0.299, 0.587, 0.114)
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,8 @@ def _by_image(flags: Tensor, x: Tensor) -> Tensor:
 
 
 def _with_sign(number: int, x: Tensor, plus: bool) -> Tensor:
+    import torchvision.transforms.v2.functional as tv
+
     name, size = OPERATIONS[number][0], magnitude(number)
     signed = size if plus else -size
     match name:
@@ -152,39 +153,17 @@ def _with_sign(number: int, x: Tensor, plus: bool) -> Tensor:
             return _translated(x, math.floor(signed * x.shape[-2] + 0.5), 0)
         case "shear_y":
             return _sheared(x, signed)
-        case "brightness" | "contrast" | "color" | "sharpness":
-            nothing = _without(name, x)
-            return (nothing + (1 + signed) * (x - nothing)).clamp(0, 1)
-        case "invert":
-            return 1 - x
         case "solarize":  # between two grey values, so that rounding cannot move one across
             return torch.where(x >= (math.ceil(size) - 0.5) / 255, 1 - x, x)
         case "posterize":
             step = 1 << 8 - round(size)
             return (x * 255).round().div(step, rounding_mode="floor") * step / 255
-        case "autocontrast":
-            low, high = x.amin((-2, -1), keepdim=True), x.amax((-2, -1), keepdim=True)
-            return torch.where(high > low, (x - low) / torch.where(high > low, high - low, 1), x)
-    import torchvision.transforms.v2.functional as tv
-
-    rotated: Tensor = tv.equalize(x) if name == "equalize" else tv.rotate(x, size, fill=[128 / 255] * x.shape[-3])
-    return rotated
-
-
-def _without(name: str, x: Tensor) -> Tensor:
-    """The image without brightness, contrast, colour or sharpness, with which PIL blends it."""
-    grey = x if x.shape[-3] == 1 else torch.einsum("...chw,c->...hw", x, x.new_tensor(GREY)).unsqueeze(-3)
-    match name:
-        case "brightness":
-            return torch.zeros_like(x)
-        case "contrast":
-            return grey.mean((-3, -2, -1), keepdim=True)
-        case "color":
-            return grey
-    kernel = (torch.ones(3, 3) + 4 * F.pad(torch.ones(1, 1), (1,) * 4)).to(x) / 13
-    smooth = F.conv2d(x, kernel.expand(x.shape[-3], 1, 3, 3), groups=x.shape[-3])
-    inside = F.pad(torch.ones_like(smooth[..., :1, :, :], dtype=torch.bool), (1,) * 4)
-    return torch.where(inside, F.pad(smooth, (1,) * 4), x)  # the border is unchanged
+        case "rotate":
+            return torch.as_tensor(tv.rotate(x, size, fill=[128 / 255] * x.shape[-3]))
+        case "invert" | "autocontrast" | "equalize":
+            return torch.as_tensor(getattr(tv, name)(x))
+    adjusted = "saturation" if name == "color" else name
+    return torch.as_tensor(getattr(tv, f"adjust_{adjusted}")(x, 1 + signed))
 
 
 def _translated(x: Tensor, rows: int, columns: int) -> Tensor:

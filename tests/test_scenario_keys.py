@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft7Validator
 
-from docs.generate.scenario_keys import NEEDED, TABLES, Key
+from docs.generate.arguments import NEEDED, Key
+from docs.generate.scenario_keys import TABLES
 from docs.generate.schema import scenario_schema
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.scenario import Scenario

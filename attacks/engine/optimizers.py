@@ -1,4 +1,4 @@
-"""Adam and L-BFGS for many independent problems at once."""
+"""L-BFGS for many independent problems at once."""
 
 import math
 from collections.abc import Callable
@@ -7,46 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import Checked, Count, Positive
+from fedgauge.client.components import Checked, Count
 
 # points (N, D), their problems (N,) -> values (N,), gradients (N, D)
 Evaluate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as published
 SUFFICIENT, CURVATURE = 1e-4, 0.9  # the weak Wolfe conditions
 TRIALS = 20  # of one line search
 STRIDE = 10  # steps between two checks for a plateau
-
-
-@dataclass(frozen=True)
-class adam(Checked):
-    """Adam (Kingma & Ba, 2015), elementwise, so that problems stay independent.
-
-    Args:
-        rate: step size, in units of normalised pixels.
-        signed: use the gradient's sign (Inverting Gradients).
-        cuts: the rate is divided by ten at each of these fractions of the iterations.
-        decay: the rate is multiplied by this after every iteration.
-    """
-
-    rate: Positive = 0.1
-    signed: bool = False
-    cuts: tuple[float, ...] = ()
-    decay: float = 1.0
-    state_per_variable = 2  # numbers kept for each one that is searched for
-
-    def rate_at(self, iteration: int, iterations: int) -> float:
-        passed: int = sum(iteration >= cut * iterations for cut in self.cuts)
-        return self.rate * 0.1**passed * self.decay**iteration
-
-    def step(self, x: Tensor, slope: Tensor, moments: tuple[Tensor, Tensor], iteration: int, iterations: int) -> None:
-        """One step in place, after so many before it."""
-        first, second = moments
-        length = self.rate_at(iteration, iterations) / (1 - BETAS[0] ** (iteration + 1))
-        first.lerp_(slope, 1 - BETAS[0])
-        second.mul_(BETAS[1]).addcmul_(slope, slope, value=1 - BETAS[1])
-        denominator = second.sqrt().div_(math.sqrt(1 - BETAS[1] ** (iteration + 1))).add_(EPSILON)
-        x.addcdiv_(first, denominator, value=-length)
 
 
 @dataclass(frozen=True)

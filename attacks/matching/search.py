@@ -10,16 +10,13 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult, Variables
-from fedgauge.attacks.engine.optimizers import Descent, adam, lbfgs, minimise, restarted
+from fedgauge.attacks.engine.optimizers import Descent, lbfgs, minimise, restarted
 from fedgauge.attacks.matching.problems import Problems
-from fedgauge.client.components import NotNegative, Positive, Share
+from fedgauge.client.components import Checked, NotNegative, Positive, Share
 
 Step = Callable[[Variables, Tensor, float], tuple[Tensor, Variables]]
-Moments = dict[str, tuple[Tensor, Tensor]]  # of Adam, by variable
 Shapes = dict[str, torch.Size]  # of each variable of one problem
 Starts = Callable[[Tensor, Tensor], Variables]  # observations (N,), numbers of their draws (N,) -> fresh starts
-
-CHECK_EVERY = 16  # iterations between two checks for lost problems: a check waits for the device, an iteration does not
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +56,14 @@ class Search(ABC):
 
 
 @dataclass(frozen=True)
-class AdamSearch(adam, Search):
-    """Adam; the likelihood's weight may grow over the iterations.
+class AdamSearch(Checked, Search):
+    """Adam (Kingma & Ba, 2015), elementwise, so that problems stay independent; the likelihood's weight may grow.
 
     Args:
+        rate: step size, in units of normalised pixels.
+        signed: use the gradient's sign (Inverting Gradients).
+        cuts: the rate is divided by ten at each of these fractions of the iterations.
+        decay: the rate is multiplied by this after every iteration.
         box: keep pixels in [0, 1] after each step.
         anneal: the likelihood's weight at the start; it grows geometrically to 1 over the first half of the iterations.
         group: pulls an observation's restarts towards their mean (GradInversion).
@@ -72,12 +73,21 @@ class AdamSearch(adam, Search):
             a C++ compiler; without one the attack is not applicable. It pays off from some thousand iterations.
     """
 
+    rate: Positive = 0.1
+    signed: bool = False
+    cuts: tuple[float, ...] = ()
+    decay: float = 1.0
     box: bool = True
     anneal: Share = 1.0
     group: NotNegative = 0.0
     flat: NotNegative = 0.0
     reach: Positive = 1e-2
     compile: bool = False
+    state_per_variable = 2
+
+    def rate_at(self, iteration: int, iterations: int) -> float:
+        passed: int = sum(iteration >= cut * iterations for cut in self.cuts)
+        return self.rate * 0.1**passed * self.decay**iteration
 
     def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
         problems, limiter = context.problems, context.limiter
@@ -102,51 +112,25 @@ class AdamSearch(adam, Search):
 
         return CompiledStep(problems, limiter).value_and_slopes
 
-    def _descend(self, context: SearchContext, step: Step, variables: Variables, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Move some problems in place; returns the iterations of each, and whether the deadline ended it.
-
-        A unit leaves when none of its problems had a finite objective between two checks.
-        """
-        iterations, unit = context.budget.iterations, context.problems.units.shape[1]
-        live, spent, done = torch.arange(len(rows)), torch.zeros(len(rows), dtype=torch.int64), 0
-        part = {name: t.clone() for name, t in variables.items()}
-        moments = {name: (torch.zeros_like(t), torch.zeros_like(t)) for name, t in part.items()}
-        finite = torch.zeros(len(rows), dtype=torch.bool, device=part["x"].device)
-        while done < iterations and len(live) and not context.clock.over():
-            finite |= self._move(context, step, part, moments, rows[live], done).isfinite()
+    def _descend(self, context: SearchContext, step: Step, variables: Variables, rows: Tensor) -> tuple[int, bool]:
+        """Move some problems in place; returns the iterations, and whether the deadline ended them."""
+        problems, iterations, done = context.problems, context.budget.iterations, 0
+        optimizer = torch.optim.Adam(variables.values())
+        while done < iterations and not context.clock.over():
+            weight = self.anneal ** max(0.0, 1 - 2 * done / iterations)
+            _, slopes = step(variables, rows, weight)
+            if self.flat:
+                slopes = self._with_penalty(step, variables, rows, weight, slopes)
+            for name, t in variables.items():
+                slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
+                t.grad = slope.sign() if self.signed and name in problems.signed else slope
+            optimizer.param_groups[0]["lr"] = self.rate_at(done, iterations)
+            optimizer.step()
+            for name, (low, high) in problems.bounds.items():
+                if self.box or name != "x":
+                    torch.clamp(variables[name], low, high, out=variables[name])
             done += 1
-            spent[live] = done
-            if done % CHECK_EVERY == 0:
-                kept = finite.cpu().view(-1, unit).any(1).repeat_interleave(unit)
-                finite = torch.zeros_like(finite)
-                if not kept.all():
-                    for name, t in part.items():
-                        variables[name][live] = t
-                    live, finite, part = live[kept], finite[kept], {name: t[kept] for name, t in part.items()}
-                    moments = {name: (first[kept], second[kept]) for name, (first, second) in moments.items()}
-        for name, t in part.items():
-            variables[name][live] = t
-        interrupted = torch.zeros(len(rows), dtype=torch.bool)
-        interrupted[live] = done < iterations
-        return spent, interrupted
-
-    def _move(
-        self, context: SearchContext, step: Step, variables: Variables, moments: Moments, rows: Tensor, done: int
-    ) -> Tensor:
-        """One iteration of some problems in place; returns the objectives before it."""
-        problems, iterations = context.problems, context.budget.iterations
-        weight = self.anneal ** max(0.0, 1 - 2 * done / iterations)
-        value, slopes = step(variables, rows, weight)
-        if self.flat:
-            slopes = self._with_penalty(step, variables, rows, weight, slopes)
-        for name, t in variables.items():
-            slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
-            slope = slope.sign() if self.signed and name in problems.signed else slope
-            self.step(t, slope, moments[name], done, iterations)
-        for name, (low, high) in problems.bounds.items():
-            if self.box or name != "x":
-                torch.clamp(variables[name], low, high, out=variables[name])
-        return value
+        return done, done < iterations
 
     def _with_penalty(
         self, step: Step, variables: Variables, rows: Tensor, weight: float, slopes: Variables

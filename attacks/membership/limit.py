@@ -38,16 +38,6 @@ def power(alpha: float, mu: float) -> float:
     return normal.cdf(normal.inv_cdf(alpha) + mu)
 
 
-def area(mu: float) -> float:
-    """The area under the curve of `power`: Phi(mu / sqrt 2).
-
-    Example:
-        >>> round(area(mu=1.0), 4), area(mu=0.0)
-        (0.7602, 0.5)
-    """
-    return NormalDist().cdf(mu / math.sqrt(2))
-
-
 def mu_of(detected: float, alpha: float) -> float:
     """The inverse of `power` at a false-positive rate in (0, 1); 0 for less than chance.
 

@@ -16,7 +16,6 @@ from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.deadline import Deadline
-from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
 from fedgauge.attacks.text.language_prior import (
@@ -32,24 +31,6 @@ from fedgauge.client.components import Count, NotNegative
 Discrete = Literal["alternating", "end", "none"]
 # of length and language model, as published
 WEIGHTS = {"cosine": (1.0, 0.2), "l2_l1": (25.0, 60.0), "squared": (0.0, 0.0)}
-
-
-@dataclass(frozen=True)
-class staircase(adam):
-    """Adam with a rate that falls in steps.
-
-    Args:
-        stride: iterations after which the rate is multiplied by decay.
-    """
-
-    stride: int = 50
-
-    def rate_at(self, iteration: int, iterations: int) -> float:
-        """
-        >>> [round(staircase(0.1, decay=0.5, stride=2).rate_at(i, 4), 3) for i in range(4)]
-        [0.1, 0.1, 0.05, 0.05]
-        """
-        return float(self.rate * self.decay ** (iteration // self.stride))
 
 
 @dataclass(frozen=True)
@@ -91,10 +72,6 @@ class lamp(Attack):
     candidates: Count = 200
     known_tokens: bool = False
     published: bool = False
-
-    @property
-    def optimizer(self) -> staircase:
-        return staircase(self.rate, decay=self.decay, stride=self.stride)
 
     @property
     def weights(self) -> tuple[float, float]:
@@ -156,7 +133,7 @@ class _BatchDescent:
 
     Attributes:
         variables: embeddings (P, B, L, width) and, where next words are labels, their logits.
-        moments: Adam's two of each variable; kept: the variables of the best iterate.
+        kept: the variables of the best iterate.
     """
 
     def __init__(
@@ -175,7 +152,7 @@ class _BatchDescent:
         x = torch.stack([self._drawn(row, stream("start", r)) for row, (stream, r) in enumerate(draws)])
         soft = [] if layout.labels is not None else [x.new_zeros(*x.shape[:3], layout.model.vocabulary)]
         self.variables = [x, *soft]
-        self.moments = [(torch.zeros_like(t), torch.zeros_like(t)) for t in self.variables]
+        self.adam = torch.optim.Adam(self.variables)
         self.best = torch.full((len(draws),), torch.inf, device=layout.table.device)
         self.kept = [t.clone() for t in self.variables]
 
@@ -203,7 +180,7 @@ class _BatchDescent:
         for done in range(iterations):
             if self.deadline.over():
                 return done, True
-            self._step(done, iterations)
+            self._step(done)
             if attack.discrete == "alternating" and (done + 1) % attack.period == 0:
                 self._move()
         if attack.discrete != "end":
@@ -269,7 +246,7 @@ class _BatchDescent:
 
         return self._distance([moved(t) for t in self.variables], self.rows[row].expand(len(order)))
 
-    def _step(self, done: int, iterations: int) -> None:
+    def _step(self, done: int) -> None:
         layout, x = self.layout, self.variables[0]
         guess = self._guess(self.variables, self.rows)
         value, by_x, by_y = layout.matcher.value_and_slopes(guess)
@@ -282,8 +259,10 @@ class _BatchDescent:
         slopes = [(by_x + slope) * layout.free[..., None]]
         if by_y is not None:
             slopes.append(guess.y * (by_y - (guess.y * by_y).sum(-1, keepdim=True)))
-        for t, s, both in zip(self.variables, slopes, self.moments, strict=True):
-            self.attack.optimizer.step(t, s.nan_to_num(0.0, 0.0, 0.0), both, done, iterations)
+        for t, s in zip(self.variables, slopes, strict=True):
+            t.grad = s.nan_to_num(0.0, 0.0, 0.0)
+        self.adam.param_groups[0]["lr"] = self.attack.rate * self.attack.decay ** (done // self.attack.stride)
+        self.adam.step()
 
     def _length(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The regulariser (P,), (mean length of the embeddings - that of the table's rows)^2, and its slope."""
@@ -297,7 +276,8 @@ class _BatchDescent:
 
     def _move(self) -> None:
         tokens = self.layout.tokens(*self.variables)
-        moved = [*self.variables, *(() if self.attack.published else (t for both in self.moments for t in both))]
+        moments = [state[key] for state in self.adam.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        moved = [*self.variables, *([] if self.attack.published else moments)]
         for row in range(len(self.rows)):
             for sentence in range(tokens.shape[1]):
                 if self.deadline.over():

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.deadline import Deadline
-from fedgauge.attacks.engine.optimizers import adam
 from fedgauge.attacks.text.certificate import GuessVerifier, SentenceReader, Unreadable, labelled, noise_of
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
 from fedgauge.attacks.text.sentence_layout import framed_places, lengths_of
@@ -189,20 +188,20 @@ class _WordSearch:
         """The words (B, L) at the end of a descent from a random start, and the mixtures' logits (B, L, K)."""
         shape = (len(self.mask), *self.prior.shape)
         logits = (self.prior + START * torch.randn(shape, generator=rng)).to(self.table)
-        optimizer, (first, second) = adam(self.attack.rate), logits.new_zeros(2, *shape)
+        optimizer = torch.optim.Adam([logits], self.attack.rate)
         rows, frame = self.table[self.candidates], self.table[self.ids]
         free, mask = self.free.to(self.table.device), self.mask.to(self.table.device)
-        for done in range(iterations):
+        for _ in range(iterations):
             if self.deadline.over():
                 break
             with torch.enable_grad():
-                logits.requires_grad_()
-                mixed = torch.einsum("blk,lkd->bld", logits.softmax(-1), rows)
+                leaf = logits.detach().requires_grad_()
+                mixed = torch.einsum("blk,lkd->bld", leaf.softmax(-1), rows)
                 inputs = self._inputs(torch.where(free[..., None], mixed, frame), mask)
                 value = self._distance([x[mask] for x in inputs])
-                (slope,) = torch.autograd.grad(value, logits)
-            logits = logits.detach()
-            optimizer.step(logits, slope.nan_to_num(), (first, second), done, iterations)
+                (slope,) = torch.autograd.grad(value, leaf)
+            logits.grad = slope.nan_to_num()
+            optimizer.step()
             self.spent += 1
         return self._words(logits.cpu()), logits.cpu()
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fedgauge.client.components import spell
+
 # required parameters with these names are filled in by fedgauge, not by the scenario
 FILLED_IN = ("model", "shape", "classes", "columns", "tokenizer", "task", "normalise", "batch_size", "examples")
 # a strategy's arguments that server.strategy.build.build_strategy fixes, and those for which it has other defaults than Flower
@@ -17,16 +19,25 @@ FIXED = ("fraction_evaluate", "min_evaluate_nodes", "arrayrecord_key", "configre
 OTHER_DEFAULTS = {"min_train_nodes": "1", "min_available_nodes": "all"}
 
 
+NEEDED = "needed"
+
+
 @dataclass(frozen=True)
-class Argument:
-    """One argument that a scenario may set: its type, and its default as TOML; a required one has none."""
+class Key:
+    """One key of a scenario: the type of its value, its default as a page shows it, and what it decides."""
 
     name: str
     hint: Any
-    default: str | None
+    default: str
+    meaning: str = ""
+
+    @property
+    def value(self) -> str:
+        return spell(self.hint).replace("'", '"')
 
 
-def arguments_of(target: Callable[..., Any]) -> list[Argument]:
+def arguments_of(target: Callable[..., Any]) -> list[Key]:
+    """Return the arguments that a scenario may set, with their defaults as TOML."""
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     fields = dataclasses.fields(target) if dataclasses.is_dataclass(target) else ()
     defaults = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
@@ -38,13 +49,13 @@ def arguments_of(target: Callable[..., Any]) -> list[Argument]:
         if variadic or filled_in or not _is_settable(hints.get(name, Any)):
             continue
         default = OTHER_DEFAULTS.get(name) or toml(defaults.get(name, parameter.default))
-        found.append(Argument(name, hints.get(name, Any), None if required else default))
+        found.append(Key(name, hints.get(name, Any), NEEDED if required else default))
     return found
 
 
 def listed_arguments(target: Callable[..., Any]) -> str:
     """Return the names of arguments with their defaults, as TOML; a required one has no default."""
-    return ", ".join(a.name if a.default is None else f"{a.name} = {a.default}" for a in arguments_of(target))
+    return ", ".join(a.name if a.default == NEEDED else f"{a.name} = {a.default}" for a in arguments_of(target))
 
 
 def _is_settable(hint: Any) -> bool:

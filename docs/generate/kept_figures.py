@@ -14,16 +14,17 @@ Options, separated by semicolons, choose what it shows:
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 Row = Mapping[str, Any]
 
 PAPERS = Path(__file__).parents[2] / "simulations" / "papers"
 MARKED = re.compile(r"<!-- (figures|computed): ([^>]+) -->\n.*?<!-- end -->", re.DOTALL)
-ATTACKS: Mapping[str, str] = {"alone": "no pseudo-images"}
 CELLS: Mapping[str, str] = {
     "alone": "the target's update only",
     "class, alone": "class, isolated images only",
@@ -34,63 +35,37 @@ CELLS: Mapping[str, str] = {
 
 def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
     """Return a Markdown table of the chosen rows of these sheets, below a line with what holds for all of it."""
-    rows = [row for name in sheets for row in _kept(name)["rows"] if _chosen(row, options)]
-    row_of, column_of = _layout(options)
-    columns = {column_of(row): None for row in rows}
-    varying = [i for i in range(3) if len({column[i] for column in columns}) > 1]
-    fixed = [part for i, part in enumerate(next(iter(columns))) if part and i not in varying]
-    conditions: list[dict[str, str]] = []  # that have a column, by line
-    lines: dict[str, list[Row]] = {}
-    for row in rows:
-        lines.setdefault(row_of(row), []).append(row)
+    rows = pd.DataFrame([row for name in sheets for row in _kept(name)["rows"] if _chosen(row, options)], dtype=object)
+    attack, by = rows.attack.map(_attack), options.get("rows", "cell")
+    cell, last = rows.cell.replace(CELLS).str.replace("|", r"\|"), ""
+    if "split" in options:
+        cell, last = (cell.str.rpartition(", ")[part] for part in (0, 2))
+    line = {"cell": cell, "attack": attack, "both": cell + ", " + attack}[by]
+    parts = pd.DataFrame(
+        {"cell": cell if by == "attack" else last, "attack": attack if by == "cell" else "", "metric": rows.metric}
+    )
+    varying = [name for name in parts if parts[name].nunique() > 1]
+    column = parts[varying].agg(", ".join, axis=1) if varying else pd.Series("here", rows.index)
 
-    about = [", ".join(fixed)] if fixed else []
-    trained = {_training(line) for line in lines.values()}
-    if len(trained) == 1 and len(lines) > 1:
-        about += filter(None, [next(iter(trained))])
-    low = "95 % interval" if any(row["low"] is not None for row in rows) else ""
-    reference = "[reference]" if any(row["reference"] is not None for row in rows) else ""
-    about += [" ".join(filter(None, ("figure", f"({low})" if low else "", reference)))] if low or reference else []
-    heads = ["attack" if options.get("rows") == "attack" else "setting"]
-    heads += [", ".join(column[i] for i in varying) or "here" for column in columns]
-    texts = {"n": lambda row: str(row["n"]), "iterations": _iterations, "baseline": _baseline}
+    about = [", ".join(parts.iloc[0][name] for name in parts if name not in varying and parts.iloc[0][name])]
+    shown = ["(95 % interval)"] * bool(rows.low.notna().any()) + ["[reference]"] * bool(rows.reference.notna().any())
+    about += [" ".join(["figure", *shown])] if shown else []
+    iterations = rows.budget.map(_iterations)
+    if by == "cell" and len({*iterations} - {""}) > 1:
+        iterations = iterations.where(iterations == "", attack + " " + iterations)
+    texts = {"accuracy": rows.note.map(_accuracy), "n": rows.n.map(str), "iterations": iterations}
+    texts["baseline"] = rows.floor.map(_number)
     if "seconds" in options:
-        texts["seconds each"] = lambda row: _number(float(f"{row['seconds'] / row['n']:.2g}"))
-    for head, text in texts.items():
-        shared, by_line = _conditions(head, text, lines)
-        if shared is None:
-            heads.append(head)
-            conditions.append(by_line)
-        elif shared:
-            about.append(shared)
-    body = []
-    for label, line in lines.items():
-        cells: dict[tuple[str, str, str], list[Row]] = {}
-        for row in line:
-            cells.setdefault(column_of(row), []).append(row)
-        found = [cells.get(column, []) for column in columns]
-        figures = [_joined(map(_figure, some)) for some in found]
-        accuracy = f" ({_training(line)})" if len(trained) > 1 and _training(line) else ""
-        body.append([label + accuracy, *figures, *(by_line[label] for by_line in conditions)])
-    head, *rest = [f"| {' | '.join(line)} |" for line in (heads, *body)]
-    grid = "\n".join([head, "|---" * len(heads) + "|", *rest])
-    return f"\n{'; '.join(about)}.\n\n{grid}\n"
-
-
-def _conditions(
-    head: str, text: Callable[[Row], str], lines: Mapping[str, list[Row]]
-) -> tuple[str | None, dict[str, str]]:
-    """Return a condition as one phrase for the whole table (None: lines differ), and for each line."""
-    by_line = {label: _joined(map(text, line)) for label, line in lines.items()}
-    if len(set(by_line.values())) > 1:
-        return None, by_line
-    by_attack: dict[str, str] = {}
-    for row in (row for line in lines.values() for row in line):
-        by_attack[_attack(row)] = _joined([by_attack.get(_attack(row), ""), text(row)])
-    named = {attack: value for attack, value in by_attack.items() if value}
-    if len(set(named.values())) == 1 and (head == "baseline" or len(named) == len(by_attack)):
-        return f"{head} {next(iter(named.values()))}", by_line
-    return f"{head}: {', '.join(f'{attack} {value}' for attack, value in named.items())}" if named else "", by_line
+        texts["seconds each"] = (rows.seconds / rows.n).map(lambda each: _number(float(f"{each:.2g}")))
+    conditions = pd.DataFrame(texts).groupby(line, sort=False).agg(_joined)
+    shared = [head for head in conditions if conditions[head].nunique() == 1]
+    about += [f"{head} {conditions[head].iloc[0]}" for head in shared if conditions[head].iloc[0]]
+    figures = rows.apply(_figure, axis=1).groupby([line, column]).agg(_joined).unstack(fill_value="")
+    body = figures.reindex(line.unique())[column.unique()].join(conditions.drop(columns=shared))
+    cells = [["attack" if by == "attack" else "setting", *body.columns], *body.reset_index().to_numpy().tolist()]
+    head, *rest = (f"| {' | '.join(line)} |" for line in cells)
+    grid = "\n".join([head, "|---" * len(cells[0]) + "|", *rest])
+    return f"\n{'; '.join(filter(None, about))}.\n\n{grid}\n"
 
 
 def computed(sheets: Sequence[str], options: Mapping[str, str]) -> str:
@@ -132,29 +107,8 @@ def _chosen(row: Row, options: Mapping[str, str]) -> bool:
     )
 
 
-def _layout(options: Mapping[str, str]) -> tuple[Callable[[Row], str], Callable[[Row], tuple[str, str, str]]]:
-    """Return the functions that give a row of the kept file its line and its column (setting, attack, metric)."""
-    rows, split = options.get("rows", "cell"), "split" in options
-
-    def line(row: Row) -> str:
-        if rows == "attack":
-            return _attack(row)
-        cell = _cell(row["cell"].rpartition(", ")[0] if split else row["cell"])
-        return f"{cell}, {_attack(row)}" if rows == "both" else cell
-
-    def column(row: Row) -> tuple[str, str, str]:
-        cell = _cell(row["cell"]) if rows == "attack" else row["cell"].rpartition(", ")[2] if split else ""
-        return cell, "" if rows != "cell" else _attack(row), row["metric"]
-
-    return line, column
-
-
-def _cell(name: str) -> str:
-    return CELLS.get(name, name).replace("|", "\\|")
-
-
-def _attack(row: Row) -> str:
-    name = ATTACKS.get(row["attack"], row["attack"])
+def _attack(name: str) -> str:
+    name = "no pseudo-images" if name == "alone" else name
     return f"`{name}`" if re.fullmatch(r"[a-z][\w-]*", name) else name
 
 
@@ -175,21 +129,16 @@ def _figure(row: Row) -> str:
     return f"{text}; {failed[1]} failed" if failed else text
 
 
-def _training(line: list[Row]) -> str:
-    """Return the accuracies of the attacked networks that were trained for the table."""
-    notes = [row["note"] for row in line if "failed" not in row["note"]]
-    accuracies = sorted({int(found[1]) for note in notes if (found := re.search(r"(\d+) ?%", note))})
-    return f"{' to '.join(map(str, dict.fromkeys(accuracies[:1] + accuracies[-1:])))} % accuracy" if accuracies else ""
+def _accuracy(note: str) -> str:
+    """Return the accuracy of the attacked network that was trained for the table."""
+    found = re.search(r"(\d+) ?%", note)
+    return f"{found[1]} %" if found and "failed" not in note else ""
 
 
-def _iterations(row: Row) -> str:
-    found = re.search(r"iterations (?!1(,|$))(.*)", row["budget"])  # an attack of one iteration is no search
+def _iterations(budget: str) -> str:
+    found = re.search(r"iterations (?!1(,|$))(.*)", budget)  # an attack of one iteration is no search
     return found[2] if found else ""
 
 
-def _baseline(row: Row) -> str:
-    return _number(row["floor"]) if row["floor"] is not None else ""
-
-
-def _number(value: float) -> str:
-    return f"{0 if abs(value) < 1e-9 else value:.4g}"
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{0 if abs(value) < 1e-9 else value:.4g}"

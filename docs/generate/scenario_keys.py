@@ -4,15 +4,13 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from docs.generate.arguments import toml
+from docs.generate.arguments import NEEDED, Key, toml
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.malicious.targeting import Targeting
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
-from fedgauge.client.components import spell
 from fedgauge.client.data.batches import split
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.protocol import CanaryOptions, Protocol, SecureSumOptions
@@ -23,22 +21,6 @@ from fedgauge.server.store.scenario import (
     TapeOptions,
     ValidatorOptions,
 )
-
-NEEDED = "needed"
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key: the type of its value, its default as a page shows it, and what it decides."""
-
-    name: str
-    hint: Any
-    default: str
-    meaning: str
-
-    @property
-    def value(self) -> str:
-        return spell(self.hint).replace("'", '"')
 
 
 def _of(target: Callable[..., Any], leave_out: Sequence[str] = (), **defaults: str) -> list[Key]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from docs.generate.arguments import arguments_of
-from docs.generate.scenario_keys import NEEDED, TABLES, Key
+from docs.generate.arguments import NEEDED, Key, arguments_of
+from docs.generate.scenario_keys import TABLES
 from fedgauge.simulations.cli.components import components_of
 
 Schema = dict[str, Any]
@@ -57,10 +57,7 @@ def _table(name: str) -> Schema:
     forms = []
     for component in components_of(kind, own_only=True):
         assert component.target is not None
-        own = [
-            Key(a.name, a.hint, NEEDED if a.default is None else a.default, "") for a in arguments_of(component.target)
-        ]
-        form = _object(own)
+        form = _object(arguments_of(component.target))
         form["properties"] |= {"use": {"const": component.name, "description": component.description}, **shared}
         forms.append(form)
     free = _object([]) | {"additionalProperties": True}

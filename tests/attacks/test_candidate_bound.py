@@ -26,7 +26,7 @@ from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian, laplace
 from fedgauge.defenses.sign import sign
-from tests.theory.gaussian_world import gaussian_of, van_trees
+from tests.theory.gaussian_world import covariance_of, gaussian_of, van_trees
 
 World = Callable[[int, Generator], Batch]
 LINKS = {
@@ -192,14 +192,14 @@ def test_classes_with_images_have_separate_priors() -> None:
     first, second, rest = class_priors(Batch(x, y))
     assert [own.labels.tolist() for own in (first, second, rest)] == [[0], [1], [2, 3]]
     assert [own.share for own in (first, second, rest)] == pytest.approx([30 / 63, 30 / 63, 3 / 63])
-    assert float(second.prior.covariance.trace()) == pytest.approx(float(x[30:60].var(0, correction=0).sum()))
+    assert float(covariance_of(second.prior).trace()) == pytest.approx(float(x[30:60].var(0, correction=0).sum()))
     # deviations within classes of n images are short by n - 1 in n; one of a single image has none
     spread = sum(
         float((x[y == c] - x[y == c].mean(0)).square().sum()) * n / (n - 1) for c, n in ((0, 30), (1, 30), (2, 2))
     )
-    assert float(rest.prior.covariance.trace()) == pytest.approx(spread / 62, rel=1e-3)
+    assert float(covariance_of(rest.prior).trace()) == pytest.approx(spread / 62, rel=1e-3)
     (alone,) = class_priors(Batch(x[60:], torch.arange(3)))
-    assert float(alone.prior.covariance.trace()) == pytest.approx(float(x[60:].var(0, correction=0).sum()))
+    assert float(covariance_of(alone.prior).trace()) == pytest.approx(float(x[60:].var(0, correction=0).sum()))
     many = class_priors(Batch(torch.rand(400, 1, 2, 2, generator=rng), torch.arange(400) % 20))
     assert [len(own.labels) for own in many] == [20], "all share one covariance"
 

@@ -17,7 +17,6 @@ from torch import Generator, Tensor
 from fedgauge.attacks.gaussian_prior import GaussianPrior
 from fedgauge.attacks.limits import (
     block_traces,
-    fisher,
     known_noise,
     precision,
     reconstruction_robustness,
@@ -34,7 +33,7 @@ from fedgauge.defenses.clip import clip
 from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian, laplace
 from tests.attacks.refusals import check_named
-from tests.theory.gaussian_world import gaussian_of, van_trees
+from tests.theory.gaussian_world import covariance_of, fisher, gaussian_of, information_of, van_trees
 
 
 def seeded(*purpose: int | str) -> Generator:
@@ -63,9 +62,7 @@ def world() -> tuple[Tensor, GaussianPrior]:
 
 
 def of_linear(a: Tensor, sigma: float) -> Tensor:
-    return fisher(
-        linear, {"a": a}, pixels(torch.zeros(5).double()), precision(UpdateDistribution(sigma=sigma)), chunk=2
-    )
+    return fisher(linear, {"a": a}, pixels(torch.zeros(5).double()), precision(UpdateDistribution(sigma=sigma)))
 
 
 def test_one_number_on_paper() -> None:
@@ -83,8 +80,8 @@ def test_of_a_linear_client_the_bound_is_the_posterior_variance(
     a, prior = world
     information = of_linear(a, sigma)
     torch.testing.assert_close(information, a.T @ a / sigma**2, rtol=1e-9, atol=0)
-    spread = a @ prior.covariance @ a.T + sigma**2 * torch.eye(7)  # Kalman's form, in which F does not occur
-    posterior = prior.covariance - prior.covariance @ a.T @ torch.linalg.solve(spread, a @ prior.covariance)
+    spread = a @ covariance_of(prior) @ a.T + sigma**2 * torch.eye(7)  # Kalman's form, in which F does not occur
+    posterior = covariance_of(prior) - covariance_of(prior) @ a.T @ torch.linalg.solve(spread, a @ covariance_of(prior))
     exact = float(posterior.trace()) / 5
     assert van_trees(information, prior) == pytest.approx(exact, rel=1e-5)
 
@@ -92,7 +89,7 @@ def test_of_a_linear_client_the_bound_is_the_posterior_variance(
 def test_attackers_land_on_the_bound_or_above_it(world: tuple[Tensor, GaussianPrior]) -> None:
     a, prior = world
     count, sigma = 20_000, 1.5
-    x = prior.mean + normal(count, 5, seed=5) @ torch.linalg.cholesky(prior.covariance).T
+    x = prior.mean + normal(count, 5, seed=5) @ torch.linalg.cholesky(covariance_of(prior)).T
     y = x @ a.T + sigma * normal(count, 7, seed=3)
     information = of_linear(a, sigma)
     bound = van_trees(information, prior)
@@ -101,7 +98,7 @@ def test_attackers_land_on_the_bound_or_above_it(world: tuple[Tensor, GaussianPr
         squares = (guess - x).square().mean(1)
         return float(squares.mean()), 3 * float(squares.std()) / count**0.5
 
-    gain = torch.linalg.inv(information + prior.information)
+    gain = torch.linalg.inv(information + information_of(prior))
     mean, margin = error(prior.mean + (y - prior.mean @ a.T) @ (gain @ a.T / sigma**2).T)
     assert abs(mean - bound) < margin, "the posterior mean is on the line"
     for worse in (y @ torch.linalg.pinv(a).T, prior.mean.expand(count, -1), torch.zeros(count, 5)):
@@ -121,7 +118,7 @@ def test_the_trace_form_is_below_the_bound_and_more_blocks_come_nearer(world: tu
         forms = [trace_bound(exact_traces(information, prior, n), prior.blocks(n)) for n in (1, 2, 1000)]
         assert forms == sorted(forms)
         assert forms[-1] <= van_trees(information, prior) * (1 + 1e-9)
-        on_paper = 5 / float(information.trace() + prior.information.trace())
+        on_paper = 5 / float(information.trace() + information_of(prior).trace())
         assert forms[0] == pytest.approx(on_paper)
     # far in the noise, blocks of one direction each lose nothing
     assert forms[-1] == pytest.approx(van_trees(information, prior), rel=1e-3)
@@ -141,7 +138,7 @@ def test_probes_find_the_traces(axes: int, world: tuple[Tensor, GaussianPrior]) 
     torch.testing.assert_close(found, exact, rtol=0.05, atol=0)
     assert len(blocks) == 2 + (axes == 3)
     assert sum(b.size for b in blocks) == 5
-    assert sum(b.information for b in blocks) == pytest.approx(float(prior.information.trace()))
+    assert sum(b.information for b in blocks) == pytest.approx(float(information_of(prior).trace()))
 
 
 def test_the_trace_is_of_one_example_of_a_batch(world: tuple[Tensor, GaussianPrior]) -> None:
@@ -173,7 +170,7 @@ def test_forward_mode_agrees_with_autograds_jacobian() -> None:
 
     jacobian = torch.autograd.functional.jacobian(flat, batch.x).view(-1, 24)
     expected = jacobian.T @ jacobian / noise.sigma**2
-    torch.testing.assert_close(fisher(forward, params, batch, precision(noise), chunk=5), expected, rtol=1e-8, atol=0)
+    torch.testing.assert_close(fisher(forward, params, batch, precision(noise)), expected, rtol=1e-8, atol=0)
 
 
 def weight(value: float, noise: UpdateDistribution) -> float:
@@ -252,10 +249,10 @@ def test_the_fit_is_scikit_learns(count: int, size: int) -> None:
     x = normal(count, size) @ normal(size, size, seed=1) + 0.5
     prior = GaussianPrior.fit(x.view(count, 1, 1, size))
     oracle = LedoitWolf().fit(x.numpy())
-    torch.testing.assert_close(prior.covariance, torch.from_numpy(oracle.covariance_))
+    torch.testing.assert_close(covariance_of(prior), torch.from_numpy(oracle.covariance_))
     torch.testing.assert_close(prior.mean, x.mean(0))
     torch.testing.assert_close(
-        prior.covariance @ prior.information, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-8
+        covariance_of(prior) @ information_of(prior), torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-8
     )
     torch.testing.assert_close(prior.axes @ prior.axes.T, torch.eye(len(prior.axes), dtype=torch.float64))
 
@@ -264,8 +261,9 @@ def test_a_pixel_that_never_changes_and_images_that_repeat_are_no_trouble() -> N
     x = normal(20, 8)
     x[:, 3] = 0.25
     prior = GaussianPrior.fit(torch.cat([x, x]))
-    torch.linalg.cholesky(prior.covariance)
-    assert float(prior.covariance.trace()) == pytest.approx(float(x.var(0, correction=0).sum())), "shrinking moves none"
+    covariance = covariance_of(prior)
+    torch.linalg.cholesky(covariance)
+    assert float(covariance.trace()) == pytest.approx(float(x.var(0, correction=0).sum())), "shrinking moves none"
     check_named("differ", lambda: GaussianPrior.fit(torch.ones(3, 1, 2, 2)))
 
 

@@ -15,7 +15,6 @@ from fedgauge.attacks.gaussian_prior import ClassPrior, public_priors
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.limits import (
     bayes_limit,
-    fisher,
     known_noise,
     precision,
 )
@@ -36,6 +35,7 @@ from fedgauge.defenses.noise import gaussian, identity, laplace
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
 from tests.attacks.refusals import check_named
+from tests.theory.gaussian_world import covariance_of, fisher
 
 Make = Callable[..., Any]
 LIMIT = PlannedAttack("bayes_limit", {"use": "bayes_limit"})
@@ -119,7 +119,7 @@ def limit_of(fed: Federation, priors: Sequence[ClassPrior] = ()) -> float:
 def within_classes(priors: Sequence[ClassPrior]) -> float:
     """The variance of a pixel around its class's mean."""
     shares = sum(own.share for own in priors)
-    return sum(own.share * float(own.prior.covariance.trace()) / len(own.prior.mean) for own in priors) / shares
+    return sum(own.share * float(covariance_of(own.prior).trace()) / len(own.prior.mean) for own in priors) / shares
 
 
 def noisy(sigma: float) -> list[dict[str, Any]]:
@@ -134,20 +134,6 @@ def test_more_noise_raises_the_limit_up_to_the_priors_variance(make_federation: 
     assert found[0] < 1e-6
     variance = within_classes(priors)
     assert 0.8 * variance < found[-1] <= variance, "blocks of nearly equal variances lose little"
-
-
-@pytest.mark.full
-def test_the_whole_form_and_the_trace_form_agree_as_far_as_jensen_lets_them(
-    make_federation: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fed = make_federation(model={"use": "mlp", "hidden": [4], "activation": "tanh"}, chain=noisy(0.1))
-    priors = public_priors(fed.shards)[:3]
-    by_trace = limit_of(fed, priors)
-    monkeypatch.setattr(limits, "FULL", 784)
-    monkeypatch.setattr(limits, "DRAWS", 0)
-    monkeypatch.setattr(limits, "LEAST", 2)
-    whole = limit_of(fed, priors)
-    assert 0.3 * whole < by_trace < 1.1 * whole  # one probe a draw and block: 16 draws leave some per cent
 
 
 @pytest.mark.parametrize("model", [

@@ -6,7 +6,7 @@ closer than any other pair. Labels are drawn, or follow from x, and are given to
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from torch.func import vmap
 from fedgauge.attacks.base import Budget, Knowledge, Wave
 from fedgauge.attacks.engine.gradient_distances import Distance, gaussian_likelihood, laplace_likelihood
 from fedgauge.attacks.gaussian_prior import GaussianPrior
-from fedgauge.attacks.limits import fisher, known_noise, precision
+from fedgauge.attacks.limits import Precision, _moves, known_noise, precision
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import Energy, Prior, laplacian, mahalanobis
@@ -26,7 +26,7 @@ from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Params
+from fedgauge.client.update import Batch, Params, UpdateFn
 from fedgauge.defenses import noise
 from fedgauge.server.views.intervals import NORMAL_95
 from fedgauge.simulations.experiments.measures import ComparedFigure
@@ -43,6 +43,24 @@ def gaussian_of(mean: Tensor, covariance: Tensor) -> GaussianPrior:
     return GaussianPrior(mean.double(), axes.T, variances)
 
 
+def covariance_of(prior: GaussianPrior) -> Tensor:
+    """(d, d)."""
+    spread: Tensor = prior.axes.T @ ((prior.variances - prior.rest)[:, None] * prior.axes)
+    return prior.rest * torch.eye(len(prior.mean), dtype=torch.float64) + spread
+
+
+def information_of(prior: GaussianPrior) -> Tensor:
+    """The inverse covariance (d, d)."""
+    return covariance_of(replace(prior, variances=1 / prior.variances, rest=1 / prior.rest))
+
+
+def fisher(forward: UpdateFn, params: Params, batch: Batch, weigh: Precision) -> Tensor:
+    """F(x) = J' S^-1 J, (n, n) float64, of all n entries of batch.x, by n forward-mode derivatives."""
+    units = torch.eye(batch.x.numel(), dtype=batch.x.dtype).view(-1, *batch.x.shape)
+    rows = _moves(forward, params, batch, weigh, units).double()
+    return rows @ rows.T
+
+
 @dataclass(frozen=True, eq=False)
 class known_gaussian(Prior):
     """The normal distribution that the inputs were drawn from."""
@@ -56,7 +74,7 @@ class known_gaussian(Prior):
 
 def van_trees(information: Tensor, prior: GaussianPrior) -> float:
     """(1/n) tr[(F + covariance^-1)^-1]: with F (n, n) the mean over the prior, a bound on the mean squared error of pixels."""
-    total = information + torch.block_diag(*[prior.information] * (len(information) // len(prior.mean)))
+    total = information + torch.block_diag(*[information_of(prior)] * (len(information) // len(prior.mean)))
     return float(torch.linalg.inv(total).trace()) / len(information)
 
 

@@ -27,7 +27,7 @@ from fedgauge.client.update import Batch
 from fedgauge.defenses import noise
 from fedgauge.simulations.experiments.measures import ComparedFigure
 from tests.theory import gaussian_world as world_of
-from tests.theory.gaussian_world import RATIOS, STD, VARIANCE
+from tests.theory.gaussian_world import RATIOS, STD, VARIANCE, covariance_of
 
 # the bounds of another draw of weights for the same kind of world, computed by somebody else's program
 ELSEWHERE = (1.25e-5, 1.00e-3, 5.47e-3, 0.0230, 0.0434, 0.0502)
@@ -61,7 +61,7 @@ def test_the_world_is_as_described() -> None:
     world, prior = world_of.tanh_world(2000)
     assert sum(p.numel() for p in world.params.values()) == 1013
     assert float(world.x.var()) == pytest.approx(VARIANCE, rel=0.02)
-    assert float(prior.covariance.trace()) / 36 / STD**2 == pytest.approx(VARIANCE)
+    assert float(covariance_of(prior).trace()) / 36 / STD**2 == pytest.approx(VARIANCE)
     inside, known = world.pixels(), world.known(chain(local_sgd(1.0)))
     assert float(inside.min()) > 0.4 and float(inside.max()) < 0.6, "no box is felt"
     torch.testing.assert_close(known.normalise(inside).flatten(1), world.x)

@@ -268,11 +268,10 @@ def test_it_ends_when_its_seconds_are_over() -> None:
 def test_recipes_have_the_papers_weights() -> None:
     cosine, squares = lamp(), lamp("l2_l1")
     assert (cosine.weights, squares.weights) == ((1.0, 0.2), (25.0, 60.0))
-    assert cosine.optimizer.rate_at(49, 2000) == 0.01
-    assert cosine.optimizer.rate_at(1999, 2000) == pytest.approx(0.01 * 0.89**39)
+    assert (cosine.rate, cosine.decay, cosine.stride) == (0.01, 0.89, 50)
     for recipe in (tag(), dlg_text()):
         assert recipe.discrete == "none" and recipe.weights == (0, 0)
-        assert recipe.optimizer.rate_at(2499, 2500) == 0.1
+        assert (recipe.rate, recipe.decay) == (0.1, 1.0)
 
 
 def test_as_published_and_put_right_are_apart() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedgauge.attacks.membership.limit import area, power
+from fedgauge.attacks.membership.limit import power
 from fedgauge.attacks.modality.membership import QUESTIONS
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.server.store.ledger import Ledger
@@ -163,7 +163,7 @@ def test_the_curve_of_the_limit_is_the_members_mean_power(tmp_path: Path) -> Non
     cells = {
         **of_members([[0.995, 0.4]]),
         (1, 0, MEMBERSHIP_LIMIT): {
-            "membership": [area(mu) for mu in mus],
+            "membership": [0.638, 0.856],
             "membership_at_1_percent": [power(0.01, mu) for mu in mus],
         },
     }
