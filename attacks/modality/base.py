@@ -81,7 +81,7 @@ class MainMetric(Measured):
         metric, name: in the ledger, and as people write it.
         margin: no guess beats every baseline by this much through luck.
         beyond: the margin as a phrase.
-        whole_as: how an example with the best value comes back.
+        whole_as: how an example with the best value is reconstructed.
         private: the noun for what is attacked.
         stored: the name in a ledger of the kind of data, where another kind has the same metric; default: the metric.
     """

@@ -33,12 +33,8 @@ class RowModality(Modality):
         "exact_row": Measured("rows with every cell right (%)", **PERCENT),
         "categories": Measured("categories right (%)", **PERCENT),
         "numbers": Measured("numbers right (%)", **PERCENT),
-        "sure_categories": Measured(
-            "categories right, of the quarter that the attack is surest of (%)", **PERCENT, of_batch=True
-        ),
-        "sure_numbers": Measured(
-            "numbers right, of the quarter that the attack is surest of (%)", **PERCENT, of_batch=True
-        ),
+        "sure_categories": Measured("surest quarter of categories right (%)", **PERCENT, of_batch=True),
+        "sure_numbers": Measured("surest quarter of numbers right (%)", **PERCENT, of_batch=True),
     }
     baselines: ClassVar = {"mode_row": "mode_row", "random_row": "random_row"}
     attacks = ("fedgauge.row_attacks",)

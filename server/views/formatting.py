@@ -67,7 +67,8 @@ def component(table: Mapping[str, Any]) -> str:
 
 
 def chain(tables: Mapping[str, Any]) -> str:
-    return " > ".join(map(component, tables["chain"]))
+    sums = [f"secure sum of {tables['secure_sum']['group']}"] if "secure_sum" in tables else []
+    return " > ".join([*map(component, tables["chain"]), *sums])
 
 
 def scenario_line(tables: Mapping[str, Any]) -> str:

@@ -120,7 +120,7 @@ class Gallery:
     def label_name(self, label: int | str) -> str:
         names = () if self._dataset is None else self._dataset.names
         if isinstance(label, str):
-            return f"labels {label}"
+            return f"label{'s' * (' ' in label)} {label}"
         return names[label] if label < len(names) else f"label {label}"
 
     @property

@@ -42,6 +42,7 @@ class RunProgress:
     round: int
     rounds: int
     accuracy: float | None
+    utility: str
     done: int
     failed: int
     expected: int
@@ -141,7 +142,8 @@ def progress(reading: RunSnapshot) -> RunProgress:
     words = work_words(jobs)
     words.insert(1, f"{plan.attacked} of {plan.updates} planned updates attacked")
     tested = max(reading.rounds, default=0), reading.tables["rounds"], final_accuracy(reading.rounds)
-    return RunProgress(*tested, jobs.progress.done, jobs.progress.failed, jobs.expected, " · ".join(words))
+    utility, counts = reading.scores.label_kind.utility, (jobs.progress.done, jobs.progress.failed, jobs.expected)
+    return RunProgress(*tested, utility, *counts, " · ".join(words))
 
 
 def limit(reading: RunSnapshot) -> str:

@@ -81,6 +81,11 @@ def tables_of(run: Run) -> Mapping[str, Any]:
     return tables
 
 
+def label_kind(meta: Mapping[str, str]) -> type[LabelKind]:
+    """Return the kind of a run's labels."""
+    return SCORED.get(meta.get(LABEL_METRIC, ""), LabelKind)
+
+
 @dataclass(frozen=True)
 class RunLine:
     """Summary of a run, without its scores and data."""
@@ -94,6 +99,7 @@ class RunLine:
     model: str
     attacks: tuple[str, ...]
     accuracy: float | None
+    utility: str
     best: float | None
     measure: MainMetric
     done: int
@@ -119,6 +125,7 @@ def run_line(run: Run) -> RunLine:
             model=component(tables["model"]),
             attacks=tuple(row["name"] for row in ledger.attacks() if row["role"] == "attack"),
             accuracy=final_accuracy({row["round"]: dict(row) for row in ledger.rounds()}),
+            utility=label_kind(ledger.meta()).utility,
             best=ledger.best_so_far(),
             measure=ledger.modality.main,
             done=progress.done,
@@ -227,7 +234,7 @@ class RunSnapshot:
             unordered=ledger.graded_by_clients,
             given_labels=frozenset(name for name, attack in planned.items() if attack.labels == "given"),
             roles={name: attack.role for name, attack in planned.items()},
-            label_kind=SCORED.get(self.meta.get(LABEL_METRIC, ""), LabelKind),
+            label_kind=label_kind(self.meta),
         )
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class ExcessLeakage:
         by_chance: rate at which the attack's reconstructions identify another client's examples; None below two clients.
         identified_by_luck: probability of so many identified examples if a baseline, or a guess from the labels, identifies as
             often; 1 if unknown.
-        exact: number of examples that came back whole: images at the cap of PSNR.
+        exact: number of examples that are reconstructed whole: images at the cap of PSNR.
         exposed: number of examples too near for any guess: a tenth of the squared error of every baseline or less; of text
             and rows, half of the scale above them, or whole.
         clusters: number of clients.
@@ -254,7 +254,7 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
     yield f"its best baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
     if e.exact:
-        yield f"{e.exact} of them {'comes' if e.exact == 1 else 'come'} back {by.whole_as}"
+        yield f"{e.exact} of them {'is' if e.exact == 1 else 'are'} reconstructed {by.whole_as}"
     if e.identified is not None:
         beyond = f", {e.exposed} of them {by.beyond}" if e.exposed else ""
         chance = f" (by chance, among another client's: {e.by_chance})" if e.by_chance else ""

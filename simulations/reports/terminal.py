@@ -14,7 +14,8 @@ def rich_table(table: Table) -> RichTable:
     for k, column in enumerate(table.columns):
         text = column.form == "text"
         names = text and not any(" " in row[k] for row in rows)  # a name is not cut off where numbers have room
-        shown.add_column(Text(printable(column.head)), justify="left" if text else "right", no_wrap=names)
+        head = Text(printable(column.head))
+        shown.add_column(head, justify="left" if text else "right", overflow="fold", no_wrap=names)
     for row in rows:
         shown.add_row(*(Text(printable(cell).replace("\n", " ")) for cell in row))
     return shown

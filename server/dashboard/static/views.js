@@ -43,7 +43,7 @@ function runLine(run) {
     el("div.head", el("h2", link(address(run.id), run.id)), [badge(run.state, LIVE.has(run.state) ? "live" : ""), failed], views),
     el("p.small", `${run.data}; ${run.model}; ${run.chain}`),
     el("dl.numbers",
-      fact("round", `${run.round} of ${run.rounds}`), fact("accuracy", percent(run.accuracy)),
+      fact("round", `${run.round} of ${run.rounds}`), fact(run.utility, percent(run.accuracy)),
       fact(`best ${run.measure.name}`, inMetric(run.measure, run.best)), fact("attacks", run.attacks.join(", ") || NONE)),
     progressBar(run, run.total),
   ];
@@ -72,7 +72,7 @@ function overviewView(overview, { state }) {
     effects.length > 0 && section("The malicious server", el("dl", effects)),
     section("Leakage and accuracy over rounds", overRounds(overview, state, change), el("p.small", lines(overview)), el("p.small", overview.privacy.words)),
     section("Numbers", overview.summary.rows.length > 0 ? numbers : nothing("There are no scores yet; they will appear here."), shown(overview.reasons)),
-    section("Success over thresholds", overview.success ? specified(overview.success) : nothing("No attack has given a score yet.")),
+    section("Success over thresholds", overview.success ? specified(overview.success) : nothing("It is drawn once an attack on images has a grade.")),
     section("Batch membership", overview.membership_figure && specified(overview.membership_figure), shown(overview.membership_table) || empty("It was not tested.")),
     overview.canaries && section("What canaries show", el("p", overview.canaries)),
     section("What each attacker knew", knowledge(overview)),
@@ -100,7 +100,7 @@ function progressBar({ done, failed }, all) {
 
 /** Progress of training and attacks, in a strip of constant height. */
 function progressStrip(progress, state) {
-  const model = ` · round ${progress.round} of ${progress.rounds}` + (progress.accuracy === null ? "" : ` · accuracy ${percent(progress.accuracy)}`);
+  const model = ` · round ${progress.round} of ${progress.rounds}` + (progress.accuracy === null ? "" : ` · ${progress.utility} ${percent(progress.accuracy)}`);
   return el("div.strip", { role: "group", "aria-label": "Progress" },
     el("p", el("b", state), model), progressBar(progress, progress.expected), el("p.small", progress.words));
 }
