@@ -64,6 +64,11 @@ class Draft:
         same = (table, key)
         self.lines = [line._replace(value=value) if line[:2] == same else line for line in self.lines]
 
+    def audit(self, rounds: Sequence[int], origin: str) -> None:
+        """Attack these rounds only."""
+        self.lines = [line for line in self.lines if line[:2] != ("[audit]", "rounds")]
+        self.add("[audit]", origin, rounds=list(rounds))
+
     def note(self, code: str, why: str, remedy: str = "", where: str = "") -> None:
         """Add a limitation or assumption."""
         self.problems.append(Problem(code, where, why, remedy))
@@ -432,7 +437,7 @@ def _networks(first: Facts, form: Form) -> list[tuple[dict[str, Any], str]]:
 def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -> None:
     """Attack one round's updates of some clients."""
     draft.replace("[audit]", "clients", list(clients))
-    draft.add("[audit]", origin, rounds=[round])
+    draft.audit([round], origin)
 
 
 def say_what_differs(draft: Draft, came: Observation, reported: int | None, facts: Facts, model: nn.Module) -> None:

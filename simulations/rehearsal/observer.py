@@ -71,6 +71,7 @@ class Training:
         pad: the token id at positions that an attention mask hides.
         tokenizers: those in memory at the process's first pass with token ids; most apps drop them afterwards.
         notes: what a scenario cannot express, by code.
+        uploads: arrays were sent, and arrays came back.
     """
 
     network: nn.Module | None = None
@@ -95,6 +96,7 @@ class Training:
     pad: int | None = None
     tokenizers: list[Any] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+    uploads: bool = False
     bytes: int = 0
     depth: int = 0
     back: bool = False  # within a backward pass
@@ -370,7 +372,6 @@ class Observer:
     def training(self) -> Iterator[Training]:
         """Observe one client in one round."""
         self._now = now = Training(start=None if self._trained else {})
-        self._trained = True
         self._factories = factories = _Factories()
         self._builds(now)
         try:
@@ -380,6 +381,7 @@ class Observer:
                 sys.setprofile(None)
             self._now = None
             if now.network is not None:
+                self._trained = True
                 with _reading(now):
                     now.ends()
                     now.built = factories.of(unwrapped(now.network))
@@ -456,7 +458,7 @@ class Observer:
                 sys.setprofile(self._factories)
 
     def _step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._now is not None:
+        if not torch.compiler.is_compiling() and self._now is not None:
             with _reading(self._now):
                 self._now.steps_by(optimizer)
 
@@ -467,7 +469,7 @@ class Observer:
         @wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            if self._now is not None:
+            if not torch.compiler.is_compiling() and self._now is not None:
                 with _reading(self._now):
                     note(self._now, *args, **kwargs)
             return result

@@ -502,6 +502,12 @@ for name, p in net.named_parameters():
     # ----------------------------------------------------------------------------------------------- the clients
     "retrying": {"train": PLAIN["train"] + "\nimport time\nprint('Retrying in 1s', flush=True)\ntime.sleep(1)"},
     "decaying": {"optimizer": PLAIN["optimizer"].replace("0.1", '0.1 / message.content["config"]["server-round"]')},
+    "skipping": {
+        "load": """if (context.node_id + message.content["config"]["server-round"]) % 2 == 0:
+        skipped = {"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 8})}
+        return Message(RecordDict(skipped), reply_to=message)
+    """ + PLAIN["load"],
+    },
     "popped": {"optimizer": PLAIN["optimizer"].replace("0.1", '0.1 * message.content["config"].pop("server-round")')},
     "unequal": {"count": "8 - partition % 2"},
     # ---------------------------------------------------------------------------------------------- the uploads

@@ -37,7 +37,7 @@ def taught_by_a_transformer() -> Tensor:
 
 def compiled_as_one_graph() -> Tensor:
     with one_step() as (net, x, y):
-        loss = torch.compile(lambda x, y: F.cross_entropy(net(x), y), backend="aot_eager", fullgraph=True)
+        loss = torch.compile(lambda x, y: nn.CrossEntropyLoss()(net(x), y), backend="aot_eager", fullgraph=True)
         loss(x, y).backward()
     return net.weight.detach()
 

@@ -352,6 +352,16 @@ def test_later_rounds_that_train_otherwise_are_not_attacked(tmp_path: Path) -> N
     assert tomllib.loads(found.draft.text())["audit"]["rounds"] == [1]
 
 
+def test_uploads_of_rounds_that_a_client_skips_are_not_attacked(tmp_path: Path) -> None:
+    """The first client trains in the second and the fourth round, and returns what it was sent in the others."""
+    folder = app_of("skipping", tmp_path)
+    run, observed = observe(folder, tmp_path / "runs", {"rounds": 4}, 1, Console(quiet=True))
+    found = rehearse(run, observed, folder, 1)
+    assert "rounding" in found.proof, found.proof
+    assert tomllib.loads(found.draft.text())["audit"]["rounds"] == [2, 4]
+    assert sorted(path.stem for path in found.truth.iterdir()) == ["node-1-round-2", "node-1-round-4"]
+
+
 @FULL
 def test_clients_that_train_otherwise_are_not_attacked(tmp_path: Path) -> None:
     folder = app_of("unlike", tmp_path)
