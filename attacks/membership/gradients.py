@@ -24,7 +24,7 @@ CHUNK = 128  # candidates that are differentiated together
 
 @dataclass(frozen=True, eq=False)
 class CandidateGradients:
-    """The gradients of N candidates' own losses.
+    """The gradients of N candidates' own losses; zero where the chain freezes the network, as in every update.
 
     Args:
         params: the weights that the server sent.
@@ -57,6 +57,12 @@ class CandidateGradients:
         return len(self.batch.x)
 
     @cached_property
+    def _frozen(self) -> set[str]:
+        links = [getattr(link, "inner", link) for link in self.known.chain.links]
+        says = [frozen for link in links if (frozen := getattr(link, "frozen", None))]  # the defense `freeze`
+        return {name for name in self.params if any(frozen(name) for frozen in says)}
+
+    @cached_property
     def losses(self) -> Tensor:
         return self.losses_at(self.params)
 
@@ -78,9 +84,8 @@ class CandidateGradients:
     def norms(self) -> Tensor:
         """(N,) float64, each gradient's Euclidean norm; gradients of large layers are not formed."""
         try:
-            squares = [
-                torch.stack([_squares(t) for t in self._factored(part, True).values()]).sum(0) for part in self._parts()
-            ]
+            parts = (self._factored(part, True).items() for part in self._parts())
+            squares = [torch.stack([_squares(t) for k, t in part if k not in self._frozen]).sum(0) for part in parts]
         except Unsupported:
             squares = [rows.double().square().sum(1) for rows in self.rows()]
         return torch.cat(squares).sqrt()
@@ -89,7 +94,8 @@ class CandidateGradients:
         """The gradients (n, d), a chunk of candidates at a time, flattened in the order of the weights."""
         for part in self._parts():
             found = self._formed(part)
-            yield torch.cat([found[name].flatten(1) for name in self.params], 1)
+            seen = (torch.zeros_like(found[k]) if k in self._frozen else found[k] for k in self.params)
+            yield torch.cat([t.flatten(1) for t in seen], 1)
 
     def _formed(self, part: Batch) -> Update:
         bare = gradient(self.known.model, self.known.loss, normalise=self.known.normalise, plain=self.known.plain)
