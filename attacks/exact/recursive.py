@@ -41,8 +41,7 @@ SOLVED = 100.0  # standard deviations, root mean square, up to which bent equati
 REACH = 64.0  # values before an activation lie between -REACH and REACH
 HALVINGS = 60
 ROUNDING = 1e-7  # of a gradient in float32, relative to its root mean square
-SPREAD = 1.0  # prior standard deviation of what a layer reads
-DETERMINED = 1e4  # standard deviations of the prior for one of the equations, above which it is left out
+DETERMINED = 1e4  # least diagonal entry of the triangular factor from which the prior changes nothing
 CERTAIN = 5.0  # standard deviations from an activation's flat part beyond which a value lies outside
 EXACT = 1e-5  # relative error of the update, below which nothing is refined
 INEXACT = 1e-3  # relative error above which the example is not the one behind the update
@@ -387,11 +386,11 @@ class _Estimate(NamedTuple):
 
 
 def _solved(stage: _Stage, equations: Sequence[Tensor], mean: Tensor) -> _Estimate:
-    """Weighted least squares of equations (rows, n + 1), right sides last, with a prior of standard deviation SPREAD."""
+    """Weighted least squares of equations (rows, n + 1), right sides last, with a prior of standard deviation 1."""
     n = mean.numel()
-    prior = torch.cat([torch.eye(n, dtype=torch.float64), mean.view(-1, 1)], 1) / SPREAD
+    prior = torch.cat([torch.eye(n, dtype=torch.float64), mean.view(-1, 1)], 1)
     triangle = torch.linalg.qr(torch.cat(list(equations)), mode="r").R
-    if len(triangle) < n or bool(triangle.diagonal()[:n].abs().min() < DETERMINED / SPREAD):
+    if len(triangle) < n or bool(triangle.diagonal()[:n].abs().min() < DETERMINED):
         triangle = torch.linalg.qr(torch.cat([triangle, prior]), mode="r").R
     factor = triangle[:n, :n]
     value = torch.linalg.solve_triangular(factor, triangle[:n, n:], upper=True)
@@ -425,7 +424,7 @@ def _bent(
         start: the solution if each unit's input is on the increasing branch; None: starts at the mean.
     """
     wanted = {k: gradient[k] / _deviation(gradient[k], noise) for k in stage.names if k in gradient}
-    prior = torch.eye(mean.numel(), dtype=torch.float64) / SPREAD**2
+    units = torch.eye(mean.numel(), dtype=torch.float64)
 
     def misfits(x: Tensor) -> Tensor:
         def apply(own: Params) -> Tensor:
@@ -437,11 +436,10 @@ def _bent(
         return torch.cat([known.factor @ (out - known.value).flatten(), *(t.flatten() for t in each)])
 
     def cost(x: Tensor) -> float:
-        return float(misfits(x).square().sum() + ((x - mean.flatten()) / SPREAD).square().sum())
+        return float(misfits(x).square().sum() + (x - mean.flatten()).square().sum())
 
     def slopes(x: Tensor) -> Tensor:
-        units = torch.eye(mean.numel(), dtype=torch.float64).split(AT_ONCE)
-        return torch.cat([along(misfits, x, part) for part in units]).T
+        return torch.cat([along(misfits, x, part) for part in units.split(AT_ONCE)]).T
 
     first = (mean if start is None else start.value).flatten()
     enough = SOLVED**2 * len(misfits(first))
@@ -451,15 +449,15 @@ def _bent(
     for others in range(STARTS if mean.numel() <= MANY else 1):
         x = first
         if others:
-            x = mean.flatten() + SPREAD * torch.randn(mean.numel(), generator=rng, dtype=torch.float64)
+            x = mean.flatten() + torch.randn(mean.numel(), generator=rng, dtype=torch.float64)
         now, damping = cost(x), DAMPING
         for _ in range(STEPS):
             slope, before = slopes(x), now
-            square = slope.T @ slope + prior
-            down = slope.T @ misfits(x) + (x - mean.flatten()) / SPREAD**2
+            square = slope.T @ slope + units
+            down = slope.T @ misfits(x) + x - mean.flatten()
             for _ in range(DAMPED):
                 pull = damping**2 * square.diagonal().mean()
-                factor, failed = torch.linalg.cholesky_ex(square + pull * SPREAD**2 * prior)
+                factor, failed = torch.linalg.cholesky_ex(square + pull * units)
                 tried = x - torch.cholesky_solve(down[:, None], factor).flatten()
                 if not failed and (reached := cost(tried)) < now:
                     x, now, damping = tried, reached, damping / 9
@@ -533,7 +531,7 @@ def _read(stages: Sequence[_Stage], gradient: Update, params: Params, mean: Tens
             out, back, *_ = vjp(partial(whole.apply, params), estimate.value)
             (through,) = back(behind[0].view_as(out))
         known, delta = estimate, through
-        dimensions = float(known.deviation.square().sum()) / SPREAD**2
+        dimensions = float(known.deviation.square().sum())
         if dimensions >= 0.5:
             notes.append(f"layer {stage.name!r}: {dimensions:,.0f} of {known.value.numel():,} dimensions stay open")
     assert known is not None
@@ -602,7 +600,7 @@ def _refined(
         weighted = [(m / sigma[k], gradient[k] / sigma[k]) for k, m in zip(trained, made, strict=True)]
         scale = sum((m * g).sum() for m, g in weighted) / sum(m.square().sum() for m, _ in weighted)
         misfit = sum((scale * m - g).square().sum() for m, g in weighted)
-        total = misfit + (2 * prior(x) if prior else ((x - mean) / SPREAD).square().sum())
+        total = misfit + (2 * prior(x) if prior else (x - mean).square().sum())
         if float(total.detach()) < best[0]:
             best = float(total.detach()), x.detach().clone()
         (x.grad,) = torch.autograd.grad(total, [x])
