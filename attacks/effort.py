@@ -60,7 +60,7 @@ def _works(read: Callable[[nn.Module, Sequence[int]], object], fed: Federation) 
 
 
 def _readable(fed: Federation) -> bool:
-    """Return whether several examples can be told apart by the ReLUs of the layer that reads them."""
+    """Return whether the ReLUs of the layer that reads the examples can separate them."""
     dense = None if _alone(fed) else _dense(fed)
     return dense is not None and dense.relu and bool(dense.call.bias)
 

@@ -1,6 +1,6 @@
 """Label restoration: the classifier's gradient reveals the labels before any image is known.
 
-Each method reads only the last fully connected layer: dL/dA_i = sum_n (p_n[i] - [y_n = i]) e_n / B over features e_n, and
+Each method reads only the last fully connected layer. dL/dA_i = sum_n (p_n[i] - [y_n = i]) e_n / B over features e_n, and
 the same without e_n for the bias. If the update has no information there (zero, not finite), labels are spread evenly.
 """
 
@@ -153,7 +153,7 @@ def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
 def llg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
     """Labels (B,) with repeats by impact and offset: Label Leakage from Gradients (Wainakh et al., 2022, LLG*).
 
-    A class's signal is f (p_i - k_i / B): every class with a negative signal is present, and every example adds the impact
+    A class's signal is f (p_i - k_i / B). Every class with a negative signal is present, and every example adds the impact
     -f / B, estimated from the negative signals, to its class. The offset f p_i is the model's prediction on dummies:
     auxiliary images, else noise. Only ratios of signals count, so the update's scale does not matter. The signal is the
     row sum of the weight gradient for nonnegative features; else the bias gradient; else, if that is missing or partly
@@ -409,7 +409,7 @@ def _counts(system: np.ndarray, target: np.ndarray, batch_size: int) -> np.ndarr
 def _counts_of_direction(system: np.ndarray, direction: np.ndarray, batch_size: int) -> np.ndarray:
     """Integers k >= 0 of sum B with system k as parallel as possible to a direction: the scale is free.
 
-    Real k would not be unique: the system has rank classes - 1, so every scale up to the one at which a count falls to zero
+    Real k would not be unique. The system has rank classes - 1, so every scale up to the one at which a count falls to zero
     fits exactly. With absent classes the truth is near that largest scale; from there exchanges improve it.
     """
     direction = direction / np.abs(direction).max()

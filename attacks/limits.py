@@ -5,7 +5,7 @@ N(mean, covariance) a Gaussian prior. The van Trees inequality bounds every atta
 
     MSE >= (1/n) tr[(E F(x) + covariance^-1)^-1]
 
-(Van Trees, 1968; Gill & Levit, 1995). For images it is an estimate and no bound: any density of this covariance has at least
+(Van Trees, 1968; Gill & Levit, 1995). For images it is an estimate, not a bound. Any density of this covariance has at least
 the Gaussian's information, so attackers who know more than means and covariances may pass it. `candidate_bound` holds for any
 images. The unbiased Cramer-Rao bound is no lower bound for an attacker with a prior and is not given here. If an update jumps
 with x (the gradient of a ReLU network at a kink), the jumps reveal more than F counts.

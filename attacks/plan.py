@@ -245,6 +245,8 @@ class AttackPlan(Checked):
         if "every" in options and arguments.get("rounds") is not None:
             raise SpecError("[audit]: every has no effect when rounds lists the rounds; leave one of the two out")
         for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1)):
+            if arguments.get(key) == ():
+                raise SpecError(f"[audit]: {key} is empty, and nothing would be attacked: leave it out")
             for value in arguments.get(key) or ():
                 if not low <= value <= high:
                     raise SpecError(f"[audit]: {key} must be in {low}..{high}, got {value}")

@@ -1,6 +1,6 @@
 """Labels under any loss: the classifier's gradient gives the outputs of a single example, and the loss then its label.
 
-For one example the weight gradient is g e^T and the bias gradient g = dL/dz: both give the features e, and so the outputs
+For one example the weight gradient is g e^T and the bias gradient g = dL/dz. Both give the features e, and so the outputs
 z = W e + b. The label has the derivative g at z. For B examples, each of over B binary labels, the gradient is a sum of B
 such products: its columns span the derivatives g_i, which few label combinations fit.
 """

@@ -159,8 +159,8 @@ def blurred_correction(known: Knowledge, attack: Attack) -> str:
     if known.chain.local.beside is None or not attack.takes_gradients:
         return ""
     return (
-        "SCAFFOLD's control variates are in the update, and a defense behind them keeps them from being taken off: attack with "
-        "a search or a learned attack, which also compute them"
+        "SCAFFOLD's control variates are in the update, and the attacker cannot remove them behind a defense: attack with a search "
+        "or a learned attack, which also compute them"
     )
 
 

@@ -1,7 +1,7 @@
 """A chain: the transforms of a client, in the order a gradient travels.
 
 A transform before `local_sgd` (or `local_training`, its general form) acts on the gradient of a local step (inside
-`per_example` on each example's gradient), one after it on the finished update.
+`per_example` on each example's gradient). A transform after it acts on the finished update.
 """
 
 from collections.abc import Iterable, Iterator

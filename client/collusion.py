@@ -6,7 +6,7 @@ share of one of the two, and only after t clients, itself included, have confirm
 
 1. Two different lists need t confirmations each. The c colluding clients may confirm both, the other n - c one. So
    there is one list only, if 2t > n + c; otherwise the server gets both secrets of one client.
-2. With one list the server gets only a survivor's seed, and only a dropout's key: the mask of two survivors stays secret, and
+2. With one list the server gets only a survivor's seed, and only a dropout's key. The mask of two survivors stays secret, and
    so does the vector of a dropout.
 3. At least t - c honest survivors confirmed the list, and each of them masks with all survivors, as it knows their shares. Any
    other honest survivor masked with at least t clients, whichever the server showed it: one of those t - c among them, since

@@ -228,7 +228,7 @@ def users_errors() -> Iterator[None]:
     """Turn an exception that a user's own code raises into a SpecError; fedgauge's own faults keep their traceback."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # which would end a command with a status of its own
         if isinstance(error, SpecError) or not (line := own_line(error)):
             raise
         raise SpecError(f"{type(error).__name__}: {' '.join(str(error).split())}{line}: {MEND}") from error

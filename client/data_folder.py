@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fedgauge.client.cache_folder import cache_folder
+from fedgauge.client.components import SpecError
 from fedgauge.client.files import reading, replacing
 
 may_download = ContextVar("may_download", default=True)  # False while a run is only displayed
@@ -18,12 +19,12 @@ def data_folder() -> Path | None:
     """The folder of local data: FEDGAUGE_DATA, else shared/data next to the project, else None.
 
     Raises:
-        FileNotFoundError: FEDGAUGE_DATA does not name a folder.
+        SpecError: FEDGAUGE_DATA does not name a folder.
     """
     named = os.environ.get("FEDGAUGE_DATA")
     folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
     if named and not folder.is_dir():
-        raise FileNotFoundError(f"FEDGAUGE_DATA names {named}, which is not a folder: correct it, or unset it")
+        raise SpecError(f"FEDGAUGE_DATA names {named}, which is not a folder: correct it, or unset it")
     return folder if folder.is_dir() else None
 
 

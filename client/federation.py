@@ -42,6 +42,7 @@ from fedgauge.client.transforms import (
     GroupMean,
     Link,
     TransformState,
+    UpdateDistribution,
     is_identity,
     is_per_example,
     noise_free,
@@ -204,13 +205,20 @@ class Federation:
             freeze = f'[[chain]] use = "freeze", layers = {named} before local_sgd, or set requires_grad = True'
             yield f"[model]: {named[0]!r} has requires_grad = False, but clients would still train it: freeze it by {freeze}"
         for i, link in enumerate(composed.links, 1):
+            bare = link.inner if isinstance(link, per_example) else link
+            mean: Any = noise_free(bare)  # a user's may be anything
+            known: Any = bare.update_distribution(UpdateDistribution()) if isinstance(bare, Link) else None
+            if not callable(mean) or not isinstance(known, UpdateDistribution | None):
+                yield f"[[chain]] #{i}: mean must be a transform, and update_distribution return an UpdateDistribution or None"
             if isinstance(link, BatchTransform) and not self._takes_labels(link, f"[[chain]] #{i}"):
                 yield f"[loss]: {self.protocol.loss['use']} takes no probabilities as labels, which [[chain]] #{i} makes"
 
     def _takes_labels(self, link: BatchTransform, where: str) -> bool:
         data = self.shards.dataset
         examples = batch_of(data.x, data.y, torch.arange(2))
-        batch: Batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, where)
+        batch = call(link.transform, {"batch": examples, "rng": generator("examples")}, where)
+        if not isinstance(batch, Batch) or not len(batch.x) == len(batch.y) == len(examples.y):
+            raise SpecError(f"{where}: transform must return a Batch of as many examples as it gets")
         return not batch.y.is_floating_point() or takes_probabilities(self.loss, data.classes, self.label_kind)
 
     @cached_property

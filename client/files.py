@@ -29,8 +29,10 @@ def replacing(path: Path, durable: bool = False) -> Iterator[IO[bytes]]:
             os.replace(scratch, path)
             if durable:
                 _sync(path.parent)  # it records that a file replaced another
-        except BaseException:  # e.g. a full disk; what was written may be private
+        except BaseException as error:  # e.g. a full disk; what was written may be private
             scratch.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:  # a write says only that it failed
+                error.filename = str(path)
             raise
 
 

@@ -95,7 +95,7 @@ def tensors_of(record: ArrayRecord, like: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def tensor_of(name: str, array: Array, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An array as a tensor of this shape and dtype, of which its header is checked first; ValueError if it is another."""
+    """Return an array as a tensor, after its header is checked; ValueError if shape or dtype differ."""
     expected = torch.empty(0, dtype=dtype).numpy().dtype
     try:
         header = npy_header(array.data)

@@ -202,7 +202,7 @@ class Protocol:
 
     @property
     def group_size(self) -> int:
-        """Number of clients in a group, whose sum is all that the server sees; 1 without [secure_sum]."""
+        """Number of clients in a group; the server sees only their sum. 1 without [secure_sum]."""
         return self.secure_sum.group if self.secure_sum else 1
 
     @property
@@ -210,7 +210,7 @@ class Protocol:
         return [self.group(client) for client in range(0, self.clients, self.group_size)]
 
     def group(self, client: int) -> range:
-        """Return the group of a client; one that the protocol does not list is alone."""
+        """Return the group of a client; a client that the protocol does not list forms its own group."""
         size = self.group_size if client < self.clients else 1
         first = client - client % size
         return range(first, first + size)

@@ -17,7 +17,7 @@ _LONG_KEY = re.compile(
 
 def parse(data: bytes) -> Mapping[str, Any]:
     """Return the tables of a file; TOMLDecodeError says what is wrong, UnicodeDecodeError that it is no text."""
-    text = data.decode()
+    text = data.decode("utf-8-sig")  # editors on Windows begin a file with its mark
     if _LONG_KEY.search(text):
         raise tomllib.TOMLDecodeError(f"more than {_DEEPEST} names are joined by dots")
     try:

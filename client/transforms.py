@@ -91,6 +91,8 @@ class Link(Checked, ABC):
 
 def noise_free(transform: Transform) -> Transform:
     """The differentiable, noise-free form of any transform: its `mean`, else the transform itself."""
+    if isinstance(transform, Link | per_example):
+        return transform.mean  # not by getattr, which hides an AttributeError in a user's own
     mean: Transform = getattr(transform, "mean", transform)
     return mean
 

@@ -1,11 +1,11 @@
 """The (epsilon, delta)-differential privacy of a chain's clipping and noise, by Google's dp-accounting.
 
-The server is the adversary: it sees every update and knows who took part in which round, but not which of a client's examples
+The server is the adversary. It sees every update and knows who took part in which round, but not which of a client's examples
 are in a round's batch: a fixed number, drawn anew each round without replacement. Data sets are neighbours if one record is
 replaced by another, or a client's whole data by any other: what is clipped to C moves by 2 C. Everything after the noise is
 post-processing. For gaussian and laplace, the guarantee assumes exact real arithmetic and secret randomness. Deployed clients
 use discrete noise: the accounting includes the cost of rounding to the grid and of float32, and the difference between discrete
-and rounded normal noise. A server cannot verify that a client draws in secret: amplification then counts only in the
+and rounded normal noise. A server cannot verify that a client draws in secret. So amplification counts only in the
 client's own computation, and there only if all of its data are its own. docs/defenses.md says what an epsilon does not cover.
 """
 

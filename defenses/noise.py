@@ -2,7 +2,7 @@
 
 Which floats a sum of an entry and noise can be depends on the entry (Mironov, CCS 2012), so rounding distinguishes two
 candidate updates however large the noise is. Deployments therefore use discrete noise: entries are rounded to whole steps of a
-grid, and whole numbers are added, so that every entry leads to the same multiples of the step. Rounding moves an entry by half
+grid, and whole numbers are added. Every entry then leads to the same multiples of the step. Rounding moves an entry by half
 a step at most, which `fedgauge.defenses.accounting` adds to what an example can move.
 """
 

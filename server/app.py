@@ -26,7 +26,7 @@ from fedgauge.server.store.ledger_types import REPEATED, STARTED, Participation,
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
-from fedgauge.server.store.tape_source import read_observation
+from fedgauge.server.store.tape_source import TapeSource
 from fedgauge.server.strategy.build import build_strategy
 from fedgauge.server.strategy.client_grading import ClientGrader
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
@@ -180,11 +180,11 @@ def _malicious(run: Run, ledger: Ledger, scenario: Scenario, inner: Strategy) ->
     malicious = MaliciousStrategy(
         inner, scenario.server_attack, public_knowledge(scenario.federation), scenario.protocol, trouble=trouble
     )
-    for o in ledger.observations():
-        if o["status"] == "accepted" and o["digest"] and malicious.is_stateful(o["round"], o["client"]):
+    source = TapeSource(scenario.federation, run=run, ledger=ledger)
+    for round, client, digest in source.taped():
+        if malicious.is_stateful(round, client):
             try:
-                key = o["round"], o["client"], o["digest"]
-                malicious.remember(read_observation(run, ledger, scenario.federation, *key))
+                malicious.remember(source.observation(round, client, digest))
             except TapeError as error:
                 trouble(f"an earlier reply is lost: {error}")
     return malicious

@@ -3,8 +3,11 @@
 import ctypes
 import os
 import signal
+import tempfile
 from pathlib import Path
 
+# characters of its parent: below a folder of ours Ray's sockets take 88 of the 103 that macOS allows
+_LONGEST = 15
 _PR_SET_PDEATHSIG = 1
 _FOLDERS = ("FEDGAUGE_DATA", "XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -12,6 +15,11 @@ _FOLDERS = ("FEDGAUGE_DATA", "XDG_CACHE_HOME", "XDG_STATE_HOME", "HF_HOME", "TOR
 def die_with_parent(number: int = signal.SIGTERM) -> None:
     """A preexec_fn for Linux: the child gets this signal when the thread that started it ends, for whatever reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def scratch_folder(prefix: str = "fedgauge-") -> Path:
+    """Make a private folder whose path is short enough for Ray's sockets below it, whatever TMPDIR names."""
+    return Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp" if len(tempfile.gettempdir()) > _LONGEST else None))
 
 
 def paths_from_here() -> dict[str, str]:

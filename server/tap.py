@@ -44,7 +44,7 @@ def tap(grid: Grid, audit: str | Path, run: str | Path, allow: Sequence[str] = (
         grid: the app's grid.
         audit: the scenario that describes how the app's clients train; read as text, nothing in it is built or called.
         run: the folder of the new run; a number is appended if it exists.
-        allow: packages beside those that the scenario names, for the command that is logged at the end.
+        allow: packages in addition to those that the scenario names, for the command that is logged at the end.
 
     Raises:
         TypeError: the first argument is not a grid.

@@ -76,7 +76,7 @@ class LedgerAlone(RunSnapshot):
 
     def __init__(self, ledger: Ledger, shares: Sequence[float] = TWO_CLASSES) -> None:
         self.ledger, self.tables, self.shares = ledger, {"data": {"batch_size": 4096}}, shares
-        self.views, self.meta, self.scores, self._finished = {}, {}, Scores.empty(), 0
+        self.views = {}
         self.read()
 
     @property

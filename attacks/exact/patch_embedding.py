@@ -1,7 +1,7 @@
 """Vision transformers: the position embedding's gradient holds each patch's error signal, which separates the patches.
 
 An image's patches X (N, n) are embedded as X W^T + E, with learnt positions E (N, m). For one image, D = dL/dE (N, m) is also the
-gradient by each embedded patch, so dL/dW = D^T X, which determines X if the rows of D are independent (after APRIL, Lu et al.,
+gradient by each embedded patch, so dL/dW = D^T X. This determines X if the rows of D are independent (after APRIL, Lu et al.,
 CVPR 2022). If they are dependent or noisy, X is the posterior mean under the auxiliary images' covariance.
 """
 

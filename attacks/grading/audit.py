@@ -5,8 +5,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from fedgauge.attacks.base import Attack, ClientState, Knowledge, Reconstruction, Status, Stream, Wave, not_applicable
 from fedgauge.attacks.engine.devices import CPU
@@ -32,7 +34,10 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 
 NO_MEMBERS = "the private batches are missing: their owner supplies them by fedgauge audit RUN --truth FOLDER"
-NOT_FINITE = "scores are not finite: the update is zero or not finite, or the model fails with these weights"
+NOT_FINITE = (
+    "no score is finite (the update is zero or not finite, or the model fails with these weights), or no non-member shares a "
+    "label with the batch (raise strangers, or give more test data)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,11 +240,10 @@ class Auditor:
             except ValueError as error:
                 tuned = f"not tuned: {error}"
         before = [_on(memories.get(client, attack.initial()), wave.device) for client in wave.clients]
-        reconstructions, after = attack.advance(wave, known, planned.budget, streams, before)
-        expected = (known.batch_size, *known.shape)
-        for shape in (tuple(result.x.shape) for result in reconstructions if result.x is not None):
-            if shape != expected:
-                raise ValueError(f"the attack must return a whole batch, {expected}, and returned {shape}")
+        returned, after = attack.advance(wave, known, planned.budget, streams, before)
+        reconstructions = _checked(
+            returned, len(wave), self.source.auxiliary.x[:1].expand(known.batch_size, *known.shape)
+        )
         possible = self.modality.possible
         reconstructions = [
             replace(r, x=possible(r.x)) if r.x is not None and came_back(r.x) else r for r in reconstructions
@@ -260,7 +264,7 @@ class Auditor:
         Args:
             attack: the name for the rows.
             wave: the attacked wave.
-            client: the client whose update was attacked.
+            client: the attacked client.
             result: the reconstruction.
             other: another client; the result is also graded against its truth.
 
@@ -274,6 +278,37 @@ class Auditor:
             unlabelled = replace(result, y=None)
             rows += self.grader.grade(wrong_client(attack), round, other, unlabelled, source.truth(other, round))[1]
         return paired, rows
+
+
+def _checked(returned: Any, count: int, like: Tensor) -> list[Reconstruction]:
+    """Check what an attack, perhaps a user's, returned.
+
+    Args:
+        count: of updates.
+        like: a batch of examples.
+
+    Raises:
+        ValueError: it is something else than reconstructions of such batches.
+    """
+    given: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
+    if len(given) != count or not all(isinstance(result, Reconstruction) for result in given):
+        found = ", ".join(type(result).__name__ for result in given) or "none"
+        raise ValueError(
+            f"the attack must return a list of {count} Reconstruction, one for each update, and returned {found}"
+        )
+    for result in given:
+        for name, t in (("x", result.x), ("y", result.y), ("confidence", result.confidence)):
+            if not isinstance(t, Tensor | None):
+                raise ValueError(f"the attack must return {name} as a tensor or None, and returned {type(t).__name__}")
+        x = like if result.x is None else result.x
+        if x.shape != like.shape or x.is_floating_point() != like.is_floating_point():
+            forms = [f"{tuple(t.shape)} of {t.dtype}" for t in (like, x)]
+            raise ValueError(f"the attack must return a whole batch, {forms[0]}, and returned {forms[1]}")
+        if result.status not in (known := get_args(Status)):
+            raise ValueError(
+                f"the attack must return a status among {', '.join(known)}, and returned {result.status!r}"
+            )
+    return given
 
 
 def _on(memory: ClientState, device: torch.device) -> ClientState:

@@ -34,7 +34,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         labels = "the true labels (in a deployment, the restored ones), " if planned.labels == "given" else ""
         return f"{labels}{auxiliary} and nothing else"
     links = " > ".join(map(describe, fed.protocol.chain))
-    batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} an update"
+    batch = f"{fed.shards.batch_size} example{'s' if fed.shards.batch_size > 1 else ''} per update"
     if (sums := fed.protocol.secure_sum) is not None:
         batch += f", sum of {sums.group} clients"
     attack, local = planned.build(), fed.chain.local

@@ -1,6 +1,6 @@
 """Refinement: improves the linear inverter's answer until its update through the clients' chain matches the observed one.
 
-It seeks the most likely image under two densities learned from auxiliary images: a normal density of images, and a density
+It seeks the most likely image under two densities learned from auxiliary images. They are a normal density of images, and a density
 of the distance between an update and that of the linear answer. Adam descends in coordinates in which the auxiliary images
 are white, so few steps suffice: they are long in directions in which images vary and short in others.
 """
@@ -70,7 +70,7 @@ class UpdateLikelihood:
     """-log p(seen | images) up to a constant: normal around the chain's noise-free form, with a variance for each tensor.
 
     Args:
-        variances: of a tensor's entries, as a + b times the mean square of the observed ones: noise has one size, but the
+        variances: of a tensor's entries, as a + b times the mean square of the observed ones. Noise has one size, but the
             error of a guess's update grows with the update, and updates of one model differ by orders of magnitude.
     """
 

@@ -45,7 +45,7 @@ class UpdateFeatures:
     """The features of an update that an inverter uses.
 
     Args:
-        by_label: one image at a time, by its label: the classifier's rows are ordered with the label's row first, so that an
+        by_label: one image at a time, by its label. The classifier's rows are ordered with the label's row first, so that an
             image's information is in the same place whatever its label; else the whole batch at once, by ascending labels.
         buckets: of feature hashing; 0: none. signed: with random signs.
     """

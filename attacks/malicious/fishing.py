@@ -1,6 +1,6 @@
 """Fishing: classifier weights under which only one example of a batch has a gradient (Wen et al., ICML 2022).
 
-With all rows but that of class c zero, and its logit far below the others, p_c is zero: an example of another class has no
+With all rows but that of class c zero, and its logit far below the others, p_c is zero. An example of another class has no
 gradient before the classifier, and one of class c keeps its whole gradient. Among several examples of that class, a steep logit
 behind a threshold leaves only the one that the row scores lowest.
 """

@@ -196,7 +196,7 @@ def sole_rows(x: Tensor, signals: Tensor, bias: str, alone: Wave, known: Knowled
 
     Args:
         signals: (m,) of the bins, of the sum of the examples' gradients.
-        bias: name of the parameter whose first entry every example turns on.
+        bias: name of the parameter; every example activates its first entry.
     """
     if type(known.label_kind) is not LabelKind or not known.chain.local.one_gradient:
         return torch.zeros(len(x), dtype=torch.bool)

@@ -1,6 +1,6 @@
 """Model inconsistency: a secure sum in which only one client has a gradient (Pasquini et al., CCS 2022).
 
-Every client but the target gets weights with a last hidden layer that is dead on any input: layers before it have no gradient, and
+Every client but the target gets weights with a last hidden layer that is dead on any input. Layers before it have no gradient, and
 behind it only the bias has one. The sum is then the target's update, and the cryptography between clients cannot notice.
 """
 

@@ -4,7 +4,7 @@ As in imprint.py all rows of that layer measure one linear query, here of the fe
 next layer reads the mean of the rows. Differences of neighbouring rows give h of each image with its own bin.
 
 The paper trains an autoencoder on public images. Here both parts have a closed form: the layers before keep the principal
-components of their inputs (optimised_features.py), and the decoder is the best linear estimate from public images, of the whole
+components of their inputs (optimised_features.py). The decoder is the best linear estimate from public images, of the whole
 image or of each part of it from the features around that part.
 """
 

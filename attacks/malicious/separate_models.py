@@ -1,7 +1,7 @@
 """A separate network for each example of the batch (Geiping et al., 2020, appendix A): a batch leaks like single examples.
 
 Example i goes through sub-network i. That part of the update equals the update of a client with only this example, at a rate
-divided by the batch size. Examples are separated by their place in the batch: where a chain takes them one by one (per-example
+divided by the batch size. Examples are separated by their place in the batch. Where a chain takes them one by one (per-example
 clipping, DP-SGD), each is first in its batch, and nothing is separated.
 """
 

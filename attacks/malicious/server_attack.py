@@ -1,7 +1,7 @@
 """Interfaces of server attacks: what a malicious server sends in place of the agreed weights, and decoders that delegate."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -74,7 +74,10 @@ def craft_weights(
     own = call(attack.for_member, {"place": place}, where)
     earlier = [classifier_only(o, known) for o in seen] if own.is_stateful else []
     arguments = {"sent": sent, "known": known, "rng": rng, "seen": earlier}
-    made = {k: t.detach().contiguous() for k, t in call(own.craft, arguments, where).items()}
+    crafted = call(own.craft, arguments, where)
+    if not isinstance(crafted, Mapping) or not all(isinstance(t, Tensor) for t in crafted.values()):
+        raise SpecError(f"{where}: craft must return the weights by name, and returned a {type(crafted).__name__}")
+    made = {k: t.detach().contiguous() for k, t in crafted.items()}
     if not all(bool(t.isfinite().all()) for t in made.values()):  # this client's update would be refused for it
         raise SpecError(f"{where}: the crafted weights are not finite")
     return made

@@ -30,6 +30,7 @@ from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update
 from fedgauge.attacks.matching.objective import Objective, averaged, pair_epochs
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
+from fedgauge.client.components import own_line
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.update import Update
 
@@ -224,6 +225,10 @@ class Problems:
             centre, spread = (t.to(next(iter(wave.params.values()))) for t in scale)
             self.examples, self.free = lambda z: centre + spread * z, lambda x: (x - centre) / spread
         bound = [(p.weight, p.bind(known, wave.params)) for p in objective.priors if p.weight]
+        if wrong := [
+            energy for _, energy in bound if not (callable(energy) or isinstance(energy, LatentPrior | LabelledEnergy))
+        ]:
+            raise ValueError(f"a prior's bind must return a function of images, and returned {type(wrong[0]).__name__}")
         bound.sort(key=lambda pair: (isinstance(pair[1], LatentPrior), isinstance(pair[1], LabelledEnergy)))
         # by the name of its variable, if it has one
         self.priors = {f"latents {i}": pair for i, pair in enumerate(bound)}
@@ -331,7 +336,8 @@ class Problems:
             except Exception as error:  # a user's model may raise anything
                 raise_if_exhausted(error)
                 if self.way.route == "loop":
-                    why = f"the model or the chain fails on images of the descent ({type(error).__name__}: {error})"
+                    what = f"{type(error).__name__}: {error}{own_line(error)}"
+                    why = f"the model, the chain or a prior fails on images of the descent ({what})"
                     raise SearchFails(f"{why}: let it accept any pixels") from error
                 self._go("vmap" if self.step is not None else "loop")
 

@@ -56,7 +56,7 @@ class membership(Measure):
         return HELD if self.is_stateful else MEMBER
 
     def measure(self, case: Case) -> tuple[Rows, Memories]:
-        """Score the candidates against each update of a wave; a client whose scores are infinite or NaN gets no rows."""
+        """Score the candidates against each update of a wave; a client with an infinite or NaN score gets no rows."""
         wave = case.wave
         test = MembershipTest(case, self.strangers, self.held, (*wave.clients, *case.others.values()))
         scores = self.scores(wave, case.known, test.candidates)

@@ -74,9 +74,10 @@ class MembershipTest:
         found = {}
         for own, client in zip(scores, clients, strict=True):
             rows = self._graded(own, client)
-            if (other := self.case.others.get(client)) is not None:
+            if rows and (other := self.case.others.get(client)) is not None:
                 rows += self._against(self._graded(own, other))
-            found[client] = rows
+            if rows:
+                found[client] = rows
         return found
 
     def _against(self, rows: list[ScoreRecord]) -> list[ScoreRecord]:
@@ -112,7 +113,9 @@ class MembershipTest:
             if other is not None and bool(torch.isin(self._held(other), known["rows"]).all()):
                 theirs = torch.searchsorted(self.rows, self._held(other))
                 own_rows += self._against(self._relative(HELD, highest, theirs, other))
-            found[client], after[client] = own_rows, {"rows": rows, "best": best}
+            after[client] = {"rows": rows, "best": best}
+            if own_rows:
+                found[client] = own_rows
         return found, after
 
     def _relative(
@@ -123,6 +126,8 @@ class MembershipTest:
         mine = positions[kept]
         chosen = torch.isin(self._labels[len(self.rows) :], self._labels[mine] if labels is None else labels)
         strangers = scores[len(self.rows) :][chosen]
+        if not len(strangers):
+            return []
         values = {metric: above(scores[mine], strangers)}
         for ending, rate in RATES.items():
             if len(strangers) + 1 >= round(1 / rate):
@@ -132,8 +137,6 @@ class MembershipTest:
 
 def above(scores: Tensor, strangers: Tensor) -> Tensor:
     """(P,) float64, the share of strangers (S,) that each score exceeds, ties counting half."""
-    if not len(strangers):
-        raise ValueError("no non-member shares a label with the members: raise strangers, or give more test data")
     lower, higher = (torch.searchsorted(strangers.sort().values, scores, right=right) for right in (False, True))
     return (lower + higher).double() / 2 / len(strangers)
 

@@ -6,12 +6,12 @@ assumptions to the most:
 - any (epsilon, delta)-differentially private mechanism: the surest guesses are right at most as often as a coin that shows the
   truth with probability e^epsilon / (e^epsilon + 1), but for a part that grows with delta (Steinke, Nasr & Jagielski, Privacy
   auditing with one (1) training run, NeurIPS 2023, theorem 5.2 and appendix D);
-- a mechanism whose trade-off curve is Gaussian, as that of Gaussian noise without sampling: the same guesses refute every mu
+- a mechanism with a Gaussian trade-off curve, such as Gaussian noise without sampling: the same guesses refute every mu
   under which they would be too many (Mahloujifar, Melis & Chaudhuri, Auditing f-differential privacy in one run, ICML 2025);
 - evidence that is normal with one variance, independently for each canary: the distance between the means of canaries in and
   out of the data, in standard deviations, is mu (as in Agrawal et al., Let's ask Gauss, 2606.12733).
 
-How many guesses are made must not depend on the coins: a bound is the highest of a few fixed numbers of guesses, each at its
+How many guesses are made must not depend on the coins. A bound is the highest of a few fixed numbers of guesses, each at its
 share of the probability of error.
 """
 

@@ -1,6 +1,6 @@
 """Scores of candidates against observed updates: the higher, the more the candidate seems to have been in the batch.
 
-An update reveals its labels anyway, and gradients of different labels differ in size and direction: a score is compared with
+An update reveals its labels anyway, and gradients of different labels differ in size and direction. So a score is compared with
 those of strangers of its label, in their standard deviations (`against_non_members`). A likelihood ratio is directly comparable.
 """
 

@@ -109,7 +109,7 @@ class Modality(ABC):
         baselines: the component of each guess that reads no update.
         given_labels: those of the baselines that are given the true labels, where there is a truth.
         limits: of the error of every attack, where the noise is known.
-        attacks: groups of the registry whose attacks reconstruct such examples.
+        attacks: groups of the registry with attacks that reconstruct such examples.
         shown_as: pictures, or words that are each right, misplaced or wrong.
         gives_lengths: whether the threat model may give the attacker the examples' lengths.
         hides_training: why an update does not reveal its client's training; empty if it does.

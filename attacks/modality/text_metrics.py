@@ -1,6 +1,6 @@
 """Metrics of a reconstructed sentence: how many of its words were recovered, in order or not, in percent.
 
-ROUGE (Lin, 2004) as F measure of decoded text, once without and once with the special tokens that frame every sentence: those
+ROUGE (Lin, 2004) as F measure of decoded text, once without and once with the special tokens that frame every sentence. Those
 are always known, and with them even random words score well. Padding never counts.
 """
 

@@ -1,6 +1,6 @@
 """Learned rows: a network reads each word's own rows of the embedding and head gradients and predicts the word's positions.
 
-Row v of the word embeddings' gradient sums the error signals at the positions of word v, and row v of the head's sums the
+Row v of the word embeddings' gradient sums the error signals at the positions of word v. Row v of the head's gradient sums the
 features where it is the next word. One small network reads the rows of any word. It is trained on simulated updates behind
 the clients' own chain and so adapts to any defense.
 """

@@ -1,6 +1,6 @@
 """TIGER: words descend on their inputs' distance to the subspaces of attention blocks' gradients (Kalikman et al., 2026).
 
-Under noise no span contains a word exactly, so the distance becomes an objective: mixtures of likely words minimise the distance of
+Under noise no span contains a word exactly, so the distance becomes an objective. Mixtures of likely words minimise the distance of
 their inputs from the subspaces of several blocks, and the unexplained part of these. Random matrix theory weights the directions by
 their precision. The objective follows the paper's abstract; candidates, weights, the second term and the exchange of words are this
 package's.

@@ -114,6 +114,8 @@ def split(
             f"{dataset.name} has {total} training examples, fewer than auxiliary {auxiliary} and {clients} clients x batch_size "
             f"{batch_size}: lower one of them"
         )
+    if partition == "shards" and (pieces := clients * shards_per_client) > len(kept):
+        raise ValueError(f"{len(kept)} examples cannot be cut into {pieces} shards: lower shards_per_client")
     labels = dataset.labels[kept].numpy()
     key = (dataset.name, hashlib.sha256(labels.tobytes()).hexdigest(), clients, seed, partition, alpha, batch_size)
     owner = cached(

@@ -95,10 +95,14 @@ def csv(
     """
     columns = [text] if task == "next_token" else [text, label]
     table = read_table(path, columns, needed=columns)
-    cells = zip(*([cell.strip() for cell in table[name].to_pylist()] for name in columns), strict=True)
+    cells = zip(
+        *(["" if c is None else str(c).strip() for c in table[name].to_pylist()] for name in columns), strict=True
+    )
     kept = [row for row in cells if row[0]]
     labels, count, names = [0] * len(kept), 2, tuple[str, ...]()
     if task == "classification":
+        if not all(row[1] for row in kept):
+            raise ValueError(f"{path}: some sentences have no label in column {label!r}: leave such rows out")
         labels, count, names = _classes(path, label, [row[1] for row in kept], classes)
     rows = [(row[0], y) for row, y in zip(kept, labels, strict=True)]
     corpus = _corpus(rows, held_out(len(rows), test, path).tolist())

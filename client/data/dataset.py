@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -83,10 +83,11 @@ class Dataset:
     def faults(self) -> Iterator[str]:
         """Yield what is wrong with the data; what follows a fault may fail."""
         for name, x, y in (("x", self.x, self.y), ("x_test", self.x_test, self.y_test)):
-            if not isinstance(x, Tensor):
-                raise ValueError(
-                    f"{name} is a {type(x).__name__}, expected one tensor: put several inputs side by side in it"
-                )
+            given: tuple[tuple[str, Any], ...] = ((name, x), (f"y of {name}", y))
+            for what, t in given:
+                if not isinstance(t, Tensor):
+                    found = type(t).__name__
+                    raise ValueError(f"{what} is a {found}, expected one tensor: put several inputs side by side in it")
             dimensions = self.dimensions or self.x.dim()
             if x.dtype != self.dtype or x.dim() != dimensions or not len(x) or x.shape[1:] != self.shape:
                 yield f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {self.dtype}, (N, *{self.shape})"

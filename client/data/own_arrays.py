@@ -104,14 +104,19 @@ def read_parts(path: Path, test: float, needed: Sequence[str] = ("x", "y")) -> P
     Raises:
         ValueError: arrays are missing, or do not hold numbers.
     """
-    stored = {name: array for name, array in read_npz(path).items() if name in ("x", "y", "x_test", "y_test")}
+    stored = {
+        name: array.astype(array.dtype.newbyteorder("="), copy=False)
+        for name, array in read_npz(path).items()
+        if name in ("x", "y", "x_test", "y_test")
+    }
     whole = stored.keys() >= set(needed) and ("x_test" in stored) == ("y" in stored and "y_test" in stored)
     numbers = all(array.dtype.kind in "biuf" and array.dtype.itemsize <= 8 for array in stored.values())
-    if not whole or not numbers or stored["x"].ndim < 2:
-        found = ", ".join(f"{name} of {array.dtype}" for name, array in stored.items())
+    examples = {array.shape[1:] for name, array in stored.items() if name in ("x", "x_test")}
+    if not whole or not numbers or examples & {()} or len(examples) > 1 or not all(a.ndim for a in stored.values()):
+        found = ", ".join(f"{name} of {array.dtype} {array.shape}" for name, array in stored.items()) or "none of them"
         raise ValueError(
-            f"{path} needs arrays of numbers of at most 64 bits ({', '.join(needed)}; both or none of x_test and y_test), and has "
-            f"{found}"
+            f"{path} needs arrays of numbers of at most 64 bits ({', '.join(needed)}; both or none of x_test and y_test), with an "
+            f"entry for each example, which all have one shape, and has {found}"
         )
     x = torch.from_numpy(stored["x"])
     y = _labels(stored["y"], x) if "y" in stored else torch.zeros(len(x), dtype=torch.int64)

@@ -144,6 +144,8 @@ def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) 
     from torchvision.transforms import functional
 
     with reading(name, "a picture"), Image.open(source, formats=FORMATS) as opened:
+        if opened.mode[0] in "IF":  # Pillow would cut off whatever is above 255
+            raise ValueError("its pixels have more than 8 bits: save it with 8, or use arrays")
         upright = ImageOps.exif_transpose(opened).convert("L" if grey else "RGB")
         if size is not None:
             upright = functional.center_crop(functional.resize(upright, size), [size, size])
@@ -153,7 +155,7 @@ def _picture(source: Path | IO[bytes], name: str, size: int | None, grey: bool) 
 
 def _stacked(pictures: Sequence[Tensor], path: Path) -> Tensor:
     if not pictures:
-        raise ValueError(f"{path} holds no pictures")
+        raise ValueError(f"{path} holds no pictures; those of image_folder are in one sub-folder for each class")
     if len(sizes := {tuple(p.shape) for p in pictures}) != 1:
         raise ValueError(f"{path} needs pictures of one size, or a size to make them; it has {sorted(sizes)}")
     return torch.stack(list(pictures))

@@ -184,10 +184,14 @@ def _cells(name: str, column: Any, categorical: bool, path: Path) -> np.ndarray:
     kind = column.type
     number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
     if number and not categorical:
-        values: np.ndarray = column.cast("float64").to_numpy().copy()  # NaN where there is none
+        values: np.ndarray = column.cast("float64", safe=False).to_numpy().copy()  # NaN where there is none
         if np.isinf(values).any():
             raise ValueError(f"{path}: column {name!r} has an infinite number")
         return values
+    if types.is_temporal(kind) and not categorical:
+        raise ValueError(f"{path}: column {name!r} has dates or times: leave it out by drop, or name it in categorical")
+    if types.is_binary(kind):  # what pyarrow makes of a CSV file's text in another encoding
+        raise ValueError(f"{path}: column {name!r} holds no text in UTF-8")
     texts = [None if cell is None else str(cell).strip() for cell in column.to_pylist()]
     return np.array([None if text in EMPTY else text for text in texts], object)
 

@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 
 from fedgauge.client.arrays import npy_array
 from fedgauge.client.data_folder import state_folder
-from fedgauge.client.deployment.secure_sum import PairwiseMasking, Record, Value, Vector
+from fedgauge.client.deployment.secure_sum import PairwiseMasking, Record, Refused, Value, Vector
 from fedgauge.client.files import claimed
 from fedgauge.client.mods import Mod, only_arrays
 
@@ -31,7 +31,7 @@ def secure_sum(
     client refuses a request for a single update. The mod expects one ArrayRecord in the message, one in the reply, and
     num-examples. Other metrics and integers among the weights stay at the client, since they are not summed.
 
-    Each step of a session is answered once at most: Flower may hand two messages to two processes with one state, and
+    Each step of a session is answered once at most. Flower may hand two messages to two processes with one state, and
     their two answers together could reveal an update.
 
     Args:
@@ -46,7 +46,7 @@ def secure_sum(
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         if RECORD not in message.content.config_records:
-            raise ValueError("the server asks for a single update: wrap its strategy in SecureSumStrategy")
+            raise Refused("the server asks for a single update: wrap its strategy in SecureSumStrategy")
         # the ClientApp gets what it would get without a secure sum: some expect a single ConfigRecord
         plain = copy(message)
         plain.content = RecordDict({k: v for k, v in message.content.items() if k != RECORD})
@@ -74,13 +74,13 @@ def secure_sum(
 
 
 def _claim(protocol: PairwiseMasking, question: Mapping[str, Value], claims: Path) -> None:
-    """Claim a session's step; ValueError if it is claimed already, whatever came of that."""
+    """Claim a session's step; Refused if it is claimed already, whatever came of that."""
     session, step = question.get("session"), question.get("step")
     if not isinstance(session, bytes) or not isinstance(step, str):  # 1 and True are equal, and would be two claims
-        raise ValueError("a question of a secure sum must name its session (bytes) and its step (text)")
+        raise Refused("a question of a secure sum must name its session (bytes) and its step (text)")
     protocol.check(question)
     if not claimed(claims / hashlib.sha256(session + b"/" + step.encode()).hexdigest()):
-        raise ValueError(f"asked to {step} again in a session: a client answers each question once, in one process")
+        raise Refused(f"asked to {step} again in a session: a client answers each question once, in one process")
 
 
 def to_config_record(record: Mapping[str, Value]) -> RecordDict:

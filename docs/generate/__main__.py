@@ -43,7 +43,7 @@ def components(kind: str) -> str:
 
 def keys(table: str) -> str:
     rows = (
-        f"| `{key.name}` | {escaped(key.value)} | {key.default} | {escaped(key.meaning.rstrip('.'))} |\n"
+        f"| `{key.name}` | {escaped(re.sub('^an? ', '', key.value))} | {key.default} | {escaped(key.meaning.rstrip('.'))} |\n"
         for key in TABLES[table]()
     )
     return "| key | value | default | meaning |\n|---|---|---|---|\n" + "".join(rows)

@@ -1,12 +1,11 @@
 """The runs on the page: those of a folder, or one run; nothing outside is opened."""
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -41,8 +40,8 @@ class RunCatalog:
     def __init__(self, path: Path) -> None:
         self._only = Run(path) if (path / "ledger.sqlite").exists() else None
         self.root = path if self._only is None else self._only.folder.parent
-        self._readings: OrderedDict[str, RunSnapshot] = OrderedDict()
-        self._lock = Lock()
+        # those that it drops are not closed, as another thread may be about to read them
+        self._reading = lru_cache(OPEN)(lambda name: RunSnapshot(self.run(name)))
 
     @property
     def first_page(self) -> str:
@@ -64,8 +63,7 @@ class RunCatalog:
             UnknownRun: there is no such run.
         """
         if not self.has(name):
-            with self._lock:  # another run may get this name
-                self._readings.pop(name, None)
+            self._reading.cache_clear()  # another run may get this name
             raise UnknownRun(f"there is no run {name!r} here")
         return self._only or Run(self.root / name)
 
@@ -86,15 +84,14 @@ class RunCatalog:
         return self.compare([name], lambda readings: ask(readings[0]))
 
     def compare(self, names: Sequence[str], ask: Callable[[list[RunSnapshot]], View]) -> View:
-        readings = [self._reading(name) for name in dict.fromkeys(names)]
+        readings = [self._reading(self.run(name).name) for name in dict.fromkeys(names)]
         with ExitStack() as stack:
             # in one order, against deadlocks
             for reading in sorted(readings, key=lambda r: r.run.name):
                 try:
                     stack.enter_context(reading.now())
                 except LedgerError:  # open it again next time
-                    with self._lock:
-                        self._readings.pop(reading.run.name, None)
+                    self._reading.cache_clear()
                     raise
             return ask(readings)
 
@@ -120,13 +117,3 @@ class RunCatalog:
             except (LedgerError, UnknownRun, KeyError, OSError) as error:
                 found.append(BrokenRun(name, str(error)))
         return found
-
-    def _reading(self, name: str) -> RunSnapshot:
-        run = self.run(name)
-        with self._lock:
-            known = self._readings.pop(name, None)
-            self._readings[name] = RunSnapshot(run) if known is None else known
-            # not closed, as another thread may be about to read it
-            while len(self._readings) > OPEN:
-                self._readings.popitem(last=False)
-            return self._readings[name]

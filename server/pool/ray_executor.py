@@ -19,7 +19,7 @@ import torch
 
 from fedgauge.attacks.engine.devices import CPU, Precision
 from fedgauge.client.components import SpecError
-from fedgauge.server.child_processes import die_with_parent, paths_from_here
+from fedgauge.server.child_processes import die_with_parent, paths_from_here, scratch_folder
 from fedgauge.server.pool.executors import Result, WorkerDied, last_line
 from fedgauge.server.pool.ray_security import ray_access
 from fedgauge.server.pool.worker import Task, TaskResult
@@ -64,8 +64,7 @@ class RayExecutor:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without it Ray warns of a coming change
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._node: subprocess.Popen[bytes] | None = None
-        # a short path, because socket paths are limited; removed at the end
-        self._scratch = tempfile.mkdtemp(prefix="fedgauge-ray-")
+        self._scratch = scratch_folder("fedgauge-ray-")  # removed at the end
         names = self._connect(workers, address, devices)
         self._grows = address is not None and "cpu" in names
 

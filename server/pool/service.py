@@ -17,6 +17,7 @@ from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied, la
 from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
 from fedgauge.server.pool.worker import Task
 from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.ledger_file import UNKEEPABLE
 from fedgauge.server.store.ledger_types import Lease
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import AuditOptions, Scenario
@@ -191,14 +192,17 @@ def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
         _give_up(ledger, lease, result)
         return
     rows, reasons, memories, name = {}, {}, {}, lease.attack.name
-    for one in result.audited:
-        if tensors := one.reconstruction.tensors():
-            run.write_reconstruction(lease.round, one.client, name, tensors)
-        # written before its job is marked done, so that a finished job always has its memory
-        if one.memory is not None:
-            memories[one.client] = run.write_memory(lease.round, one.client, name, one.memory)
-        rows[one.client], reasons[one.client] = one.rows, one.reconstruction.reason or None
-    ledger.finish(lease, rows, reasons, memories, result.numerics)
+    try:
+        for one in result.audited:
+            if tensors := one.reconstruction.tensors():
+                run.write_reconstruction(lease.round, one.client, name, tensors)
+            # written before its job is marked done, so that a finished job always has its memory
+            if one.memory is not None:
+                memories[one.client] = run.write_memory(lease.round, one.client, name, one.memory)
+            rows[one.client], reasons[one.client] = one.rows, one.reconstruction.reason or None
+        ledger.finish(lease, rows, reasons, memories, result.numerics)
+    except (*UNKEEPABLE, KeyError) as error:  # a user's attack gave what no ledger, or no file of tensors, holds
+        _give_up(ledger, lease, error)
 
 
 def _give_up(ledger: Ledger, lease: Lease, error: Exception) -> None:

@@ -40,19 +40,10 @@ GRADED = "graded against the given examples"
 EMPTY_HANDED = ("not_applicable", "diverged")
 
 
-def grade(
-    run: Run,
-    ledger: Ledger,
-    scenario: Scenario,
-    truth: TesterTruth,
-    untested: bool = False,
-) -> str:
+def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> str:
     """Grade every finished reconstruction with available truth; regrade if needed; return the graded ones.
 
     Tests of membership are done again, with the truth as the batches.
-
-    Args:
-        untested: only tests of membership that lack a truth.
 
     Raises:
         SpecError: the truth cannot be read, or is of other examples; nothing is written then.
@@ -61,7 +52,7 @@ def grade(
     source, nodes = TapeSource(scenario.federation, run=run, ledger=ledger), ledger.nodes()
     grader = Auditor(source).grader
     with run.lock("audit"):
-        jobs, tests = ledger.ungraded(again=True), finished_tests(ledger, untested)
+        jobs, tests = ledger.ungraded(again=True), ledger.finished_tests()
         found = {
             key: truth.batch(*key, scenario.federation.shards.dataset, nodes)
             for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))
@@ -92,10 +83,10 @@ def grade(
 def regrade(run: Run, ledger: Ledger, scenario: Scenario) -> None:
     """Grade what has ended since the truth was given; where it cannot be read any more, say so."""
     meta = ledger.meta()
-    if "truth" not in meta or not (ledger.ungraded() or finished_tests(ledger, untested=True)):
+    if "truth" not in meta or not (ledger.ungraded() or any(test.blind for test in ledger.finished_tests())):
         return
     try:
-        grade(run, ledger, scenario, TesterTruth.named(meta["truth"]), untested=True)
+        grade(run, ledger, scenario, TesterTruth.named(meta["truth"]))
     except (SpecError, OSError) as error:
         why = f"the truth cannot be read any more ({error}): hand it in again with --truth"
         ledger.set_meta(grading=f"what ended since is not graded: {why}", ungraded=why)
@@ -172,17 +163,6 @@ class _HandedIn(Shards):
 
     def rows_at(self, client: int, round: int) -> Tensor:
         return self.drawn[round, client]
-
-
-def finished_tests(ledger: Ledger, untested: bool = False) -> list[FinishedTest]:
-    """The finished tests of membership, and those of their limit.
-
-    Args:
-        untested: only of tests that have partly never had examples to grade members by.
-    """
-    tests = ledger.finished_tests()
-    without = {test.attack for test in tests if test.blind}
-    return [test for test in tests if test.attack in without] if untested else tests
 
 
 def with_examples(fed: Federation, found: Found) -> Federation:

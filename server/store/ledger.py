@@ -109,6 +109,6 @@ class Ledger(JobQueue):
     def rewind(self, round: int) -> None:
         """Delete the rounds from this one on, which are trained again."""
         with self._transaction() as db:
-            self._delete(db, "scores", "job_id IN (SELECT id FROM jobs WHERE round >= ?)", (round,))
+            db.execute("DELETE FROM scores WHERE job_id IN (SELECT id FROM jobs WHERE round >= ?)", (round,))
             for table in ("jobs", "observations", "rounds", "problems"):
-                self._delete(db, table, "round >= ?", (round,))
+                db.execute(f"DELETE FROM {table} WHERE round >= ?", (round,))

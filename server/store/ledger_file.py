@@ -19,6 +19,8 @@ _MOST_BYTES = 1 << 38  # of a ledger
 
 MOST = 2**21 - 1  # rounds, clients, examples: the columns that `Scores` packs into one number
 
+# of rows whose values are of another type, or are there already
+UNKEEPABLE = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
 VERSION = 3  # of the schema
 # SQLite checks types and bounds at each writing, and of a ledger from elsewhere when it is opened
 _PLACE = f"INTEGER NOT NULL CHECK ({{}} BETWEEN 0 AND {MOST})"
@@ -96,12 +98,12 @@ class LedgerFile:
         self.path, self.readonly = path, readonly
         if sqlite3.sqlite_version_info < (3, 37):
             raise LedgerError(f"{path} needs SQLite 3.37 or newer; this Python has {sqlite3.sqlite_version}")
-        if create and not (path.exists() and path.stat().st_size):
-            with closing(sqlite3.connect(path)) as db:
-                db.execute("PRAGMA journal_mode = WAL")
-                marks = f"PRAGMA user_version = {VERSION}; PRAGMA application_id = {APPLICATION}"
-                db.executescript(f"BEGIN; {SCHEMA}; {marks}; COMMIT")
         try:
+            if create and not (path.exists() and path.stat().st_size):
+                with closing(sqlite3.connect(path)) as db:
+                    db.execute("PRAGMA journal_mode = WAL")
+                    marks = f"PRAGMA user_version = {VERSION}; PRAGMA application_id = {APPLICATION}"
+                    db.executescript(f"BEGIN; {SCHEMA}; {marks}; COMMIT")
             with ExitStack() as opening:
                 self._db = opening.enter_context(closing(self._opened()))
                 self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
@@ -143,6 +145,11 @@ class LedgerFile:
             return
         raise LedgerError(f"{self.path} {fault}")
 
+    @property
+    def version(self) -> int:
+        """A number that changes with each change by another connection."""
+        return int(self._db.execute("PRAGMA data_version").fetchone()[0])
+
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Read everything inside at one moment.
@@ -171,7 +178,7 @@ class LedgerFile:
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: BaseException) -> LedgerError:
-        return LedgerError(f"{self.path} cannot be read as a ledger: {error}")
+        return LedgerError(f"{self.path} cannot be used as a ledger: {error}")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

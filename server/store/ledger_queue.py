@@ -1,7 +1,6 @@
 """The job queue: attacks are planned, waves leased, and scores or errors written."""
 
 import hashlib
-import json
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -14,14 +13,7 @@ from fedgauge.attacks.plan import AttackPlan
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
-from fedgauge.server.store.ledger_types import (
-    RETRIED,
-    FinishedTest,
-    Lease,
-    Progress,
-    Ungraded,
-    planned_of,
-)
+from fedgauge.server.store.ledger_types import FinishedTest, Lease, Progress, Ungraded, planned_of
 from fedgauge.server.store.tape import by_weights
 
 # a wave of a stateful attack waits until the earlier rounds of all its clients have ended
@@ -32,7 +24,6 @@ _READY = (
     " AND earlier.state IN ('queued', 'leased'))"
 )
 _END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs)"  # numbers the ended jobs in order
-_REREAD = "INSERT INTO meta VALUES (?, '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
 
 
 class JobQueue(LedgerReads):
@@ -88,8 +79,8 @@ class JobQueue(LedgerReads):
                 key = hashlib.sha256(repr(identity).encode()).hexdigest()
                 # the wave is fixed here, whatever the workers' speed
                 db.execute(
-                    "INSERT INTO jobs (key, attack_id, round, client, other, wave) SELECT ?1, ?2, ?3, ?4, ?5, ?6"
-                    " WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE key BETWEEN ?1 AND ?1 || ':g')",  # g: after all digests
+                    "INSERT INTO jobs (key, attack_id, round, client, other, wave) VALUES (?, ?, ?, ?, ?, ?)"
+                    " ON CONFLICT (key) DO NOTHING",
                     (key, ids[planned.name], round, client, other, i // plan.wave),
                 )
 
@@ -112,7 +103,7 @@ class JobQueue(LedgerReads):
             if first is None:
                 return None
             jobs = db.execute(
-                "SELECT j.id, j.key, j.client, j.other, j.attempts, o.digest FROM jobs j"
+                "SELECT j.id, j.client, j.other, j.attempts, o.digest FROM jobs j"
                 " JOIN observations o USING (round, client) WHERE j.state = 'queued'"
                 " AND j.round = ? AND j.attack_id = ? AND j.wave = ? ORDER BY j.client",
                 tuple(first),
@@ -141,7 +132,7 @@ class JobQueue(LedgerReads):
 
     @staticmethod
     def _remember(db: sqlite3.Connection, jobs: Sequence[sqlite3.Row], wave: sqlite3.Row) -> dict[int, tuple[int, str]]:
-        """Return the latest memory of each client; its digest becomes part of the job's key."""
+        """Return the latest memory of each client."""
         memories = {}
         for job in jobs:
             last = db.execute(
@@ -151,8 +142,6 @@ class JobQueue(LedgerReads):
             ).fetchone()
             if last is not None:
                 memories[job["client"]] = (last["round"], last["memory"])
-            key = job["key"].partition(":")[0] + ":" + (last["memory"] if last is not None else "")
-            db.execute("UPDATE jobs SET key = ? WHERE id = ?", (key, job["id"]))
         return memories
 
     def finish(
@@ -233,7 +222,6 @@ class JobQueue(LedgerReads):
             wanted = 2 * tuple(statuses)
             (gone,) = db.execute(f"{every} SELECT count(*) FROM jobs WHERE {ended} AND NOT {taped}", wanted).fetchone()
             ids = [row["id"] for row in db.execute(f"{every} SELECT id FROM jobs WHERE {ended} AND {taped}", wanted)]
-            # `finished` stays, as readers ask for later jobs
             self._delete_scores(db, ids)
             db.executemany(
                 "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, graded = NULL, graded_to = NULL,"
@@ -274,16 +262,12 @@ class JobQueue(LedgerReads):
         """
         with self._transaction() as db:
             if afresh:
-                self._delete(db, "scores", "job_id = ? AND metric != ?", (job, OBJECTIVE))
+                db.execute("DELETE FROM scores WHERE job_id = ? AND metric != ?", (job, OBJECTIVE))
             self._write_scores(db, job, rows)
-            # new scores make this job the latest, for readers of increments
-            newer = "(SELECT max(finished) + 1 FROM jobs)" if rows else "finished"
-            db.execute(
-                f"UPDATE jobs SET graded = ?, graded_to = ?, finished = {newer} WHERE id = ?", (reason, graded_to, job)
-            )
+            db.execute("UPDATE jobs SET graded = ?, graded_to = ? WHERE id = ?", (reason, graded_to, job))
 
     def finished_tests(self) -> list[FinishedTest]:
-        """Return the finished jobs of membership tests and their limits, also those whose grading failed, in order."""
+        """Return the finished jobs of membership tests and their limits in order, also those that could not be graded."""
         rows = self._db.execute(
             "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.graded IS NULL blind FROM jobs j"
             " JOIN attacks a ON a.id = j.attack_id LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"
@@ -298,9 +282,8 @@ class JobQueue(LedgerReads):
         with self._transaction() as db:
             self._delete_scores(db, [job])
             self._write_scores(db, job, rows)
-            newer = "(SELECT max(finished) + 1 FROM jobs)"
             values = (state, reason or None, reason, job)
-            db.execute(f"UPDATE jobs SET state = ?, error = ?, graded = ?, finished = {newer} WHERE id = ?", values)
+            db.execute("UPDATE jobs SET state = ?, error = ?, graded = ? WHERE id = ?", values)
 
     def graded(self) -> list[sqlite3.Row]:
         """Count finished jobs by grading: attack, reason for a missing grade (NULL: not asked yet), graded_to, number of jobs."""
@@ -316,13 +299,8 @@ class JobQueue(LedgerReads):
             db.executemany(f"UPDATE attacks SET {part} = ? WHERE name = ?", rows)
 
     @staticmethod
-    def _delete(db: sqlite3.Connection, table: str, where: str, values: Sequence[object]) -> None:
-        """Delete rows, and let readers read all rows again."""
-        if db.execute(f"DELETE FROM {table} WHERE {where}", values).rowcount:
-            db.execute(_REREAD, (RETRIED,))
-
-    def _delete_scores(self, db: sqlite3.Connection, jobs: Iterable[int]) -> None:
-        self._delete(db, "scores", "job_id IN (SELECT value FROM json_each(?))", (json.dumps(list(jobs)),))
+    def _delete_scores(db: sqlite3.Connection, jobs: Iterable[int]) -> None:
+        db.executemany("DELETE FROM scores WHERE job_id = ?", [(job,) for job in jobs])
 
     @staticmethod
     def _write_scores(db: sqlite3.Connection, job: int, rows: Iterable[ScoreRecord]) -> None:

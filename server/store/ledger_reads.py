@@ -1,4 +1,4 @@
-"""Queries of the ledger: rounds, observations, scores, and increments of them."""
+"""Queries of the ledger: rounds, observations, scores."""
 
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -134,15 +134,11 @@ class LedgerReads(LedgerFile):
         """Return the last round with a client; 0 before the first."""
         return self._latest("round", "observations")
 
-    def finished(self) -> int:
-        """Return the number of the job that ended last; 0 before the first."""
-        return self._latest("finished", "jobs")
-
     def _latest(self, column: str, table: str) -> int:
         return self._db.execute(f"SELECT max({column}) latest FROM {table}").fetchone()[0] or 0
 
-    def scores_since(self, finished: int) -> Iterator[ScoreRow]:
-        """Yield score rows of the jobs that ended or were graded after this number, without objectives.
+    def score_rows(self) -> Iterator[ScoreRow]:
+        """Yield all score rows without objectives.
 
         A reconstruction without a grade has one row of status UNGRADED.
         """
@@ -152,12 +148,12 @@ class LedgerReads(LedgerFile):
         of = f"FROM jobs j JOIN scores s ON s.job_id = j.id JOIN attacks a ON a.id = j.attack_id AND {own}"
         query = (
             f"SELECT s.round, s.client, s.attack, s.example, s.metric, s.status, s.value"
-            f" {of} WHERE j.finished > ?1 AND s.metric != ?2"
-            f" UNION ALL SELECT s.round, s.client, s.attack, {WHOLE_BATCH}, ?3, '{UNGRADED}', NULL"
-            f" {of} WHERE {blind} AND j.finished > ?1 AND s.metric = ?2"
+            f" {of} WHERE s.metric != ?1"
+            f" UNION ALL SELECT s.round, s.client, s.attack, {WHOLE_BATCH}, ?2, '{UNGRADED}', NULL"
+            f" {of} WHERE {blind} AND s.metric = ?1"
             " AND j.graded IS NULL AND NOT EXISTS (SELECT 1 FROM scores g WHERE g.job_id = j.id AND g.metric != s.metric)"
         )
-        rows = self._db.execute(query, (finished, OBJECTIVE, self.modality.main.metric))
+        rows = self._db.execute(query, (OBJECTIVE, self.modality.main.metric))
         rows.row_factory = None
         yield from rows
 

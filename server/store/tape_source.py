@@ -43,26 +43,23 @@ class TapeSource(FederationSource):
         return [(o["round"], o["client"], o["digest"]) for o in rows if o["status"] == "accepted" and o["digest"]]
 
     def observation(self, round: int, client: int, digest: str) -> Observation:
-        return read_observation(self.run, self.ledger, self.federation, round, client, digest)
+        """Read one observation by the names of the run's model; of a SCAFFOLD client with its control variate.
 
+        Raises:
+            TapeError: a file is missing, damaged, or does not match the digest.
+            UploadMismatch: a user's own app trains another model.
+        """
+        tape, foreign = self.run.tape(), self.ledger.foreign
 
-def read_observation(
-    run: Run, ledger: Ledger, federation: Federation, round: int, client: int, digest: str
-) -> Observation:
-    """Read one observation by the names of the run's model; of a SCAFFOLD client with its control variate.
+        def read(round: int, digest: str) -> Observation:
+            seen = tape.read(round, client, digest)
+            if not foreign:
+                return seen
+            return as_the_model_has_it(seen, self.federation, replies_of(self.run, self.ledger))
 
-    Raises:
-        TapeError: a file is missing, damaged, or does not match the digest.
-        UploadMismatch: a user's own app trains another model.
-    """
-    tape, foreign = run.tape(), ledger.foreign
-
-    def read(round: int, digest: str) -> Observation:
-        seen = tape.read(round, client, digest)
-        return as_the_model_has_it(seen, federation, replies_of(run, ledger)) if foreign else seen
-
-    seen = read(round, digest)
-    return _with_known_pull(seen, ledger, read) if isinstance(federation.chain.local, ControlledSGD) else seen
+        seen = read(round, digest)
+        controlled = isinstance(self.federation.chain.local, ControlledSGD)
+        return _with_known_pull(seen, self.ledger, read) if controlled else seen
 
 
 def _with_known_pull(seen: Observation, ledger: Ledger, read: Callable[[int, str], Observation]) -> Observation:

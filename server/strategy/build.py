@@ -4,7 +4,7 @@ import inspect
 
 from flwr.serverapp.strategy import Strategy
 
-from fedgauge.client.components import ComponentKind, SpecError, Table, call, check_arguments, resolve
+from fedgauge.client.components import ComponentKind, SpecError, Table, build, check_arguments, resolve
 from fedgauge.client.deployment.secure_sum_mod import WEIGHT
 
 STRATEGY = ComponentKind("a strategy", ("fedgauge.strategies",), Strategy)
@@ -40,6 +40,5 @@ def build_strategy(table: Table, clients: int, least: int | None = None) -> Stra
     for key, most in (("min_train_nodes", clients), ("min_available_nodes", clients), ("fraction_train", 1.0)):
         if not 0 < checked.get(key, most) <= most:
             raise SpecError(f"[strategy]: {key} must be above 0 and at most {most}, got {checked[key]}")
-    strategy = call(target, checked, "[strategy]")
-    assert isinstance(strategy, Strategy)
+    strategy: Strategy = build({**checked, "use": table["use"]}, "[strategy]", STRATEGY)
     return strategy

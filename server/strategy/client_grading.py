@@ -1,6 +1,6 @@
 """Grading in a deployment: each client compares reconstructions with its own data and returns numbers only.
 
-Each client gets one query per round, once all attacks on the round have ended: a query may start a process there, and each
+Each client gets one query per round, once all attacks on the round have ended. A query may start a process there, and each
 answer is a measurement of private images, and an owner allows few.
 """
 

@@ -128,8 +128,8 @@ def rounds_figures(reading: RunSnapshot) -> list[Figure]:
     drawn = list(filter(None, (_leakage(reading, metric, accuracy) for metric in reading.metrics)))
     if drawn or not tested:
         return drawn
-    axes = round_axis([*tested]), Axis("test accuracy", "fraction", *WHOLE)
-    return [Figure("accuracy", TITLE, "There is no score: only the test accuracy is drawn.", *axes, [curve])]
+    axes = round_axis([*tested]), Axis(utility, "fraction", *WHOLE)
+    return [Figure("accuracy", TITLE, f"There is no score: only the {utility} is drawn.", *axes, [curve])]
 
 
 TITLE = "Leakage and test accuracy over rounds"

@@ -41,8 +41,8 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """Measurement of one metric.
+class GateResult:
+    """A threshold with the measurement of its metric.
 
     Args:
         value: None: not measured.
@@ -51,34 +51,25 @@ class Measurement:
         complete: if every selected update was attacked.
     """
 
+    threshold: Threshold
     value: float | None
     words: str
     conclusive: bool = True
     complete: bool = True
 
-
-@dataclass(frozen=True)
-class GateResult:
-    """A threshold with its measurement."""
-
-    threshold: Threshold
-    measurement: Measurement
-
     @property
     def outcome(self) -> Outcome:
         """Result: failed beyond the threshold; within it passed only if the value is conclusive."""
-        bound = self.threshold.bound
-        value = math.nan if self.measurement.value is None else self.measurement.value
+        bound, value = self.threshold.bound, math.nan if self.value is None else self.value
         if value > bound if self.threshold.above else value < bound:
             return "failed"
-        if not self.measurement.complete:
+        if not self.complete:
             return "incomplete"
-        return "not measured" if math.isnan(value) or not self.measurement.conclusive else "passed"
+        return "not measured" if math.isnan(value) or not self.conclusive else "passed"
 
     def __str__(self) -> str:
-        value = self.measurement.value
-        shown = "" if value is None else f"{number(value, None)}, "
-        return f"{self.threshold.metric}: {shown}{self.measurement.words}"
+        shown = "" if self.value is None else f"{number(self.value, None)}, "
+        return f"{self.threshold.metric}: {shown}{self.words}"
 
 
 def gate_metrics(modality: type[Modality]) -> list[str]:
@@ -115,43 +106,43 @@ def gate_of_run(reading: RunSnapshot, thresholds: Sequence[Threshold]) -> list[G
     check_thresholds(thresholds, reading.scores.modality)
     results = []
     for threshold in thresholds:
-        found, metric = _measured(reading, threshold.metric), threshold.metric
+        metric = threshold.metric
+        found = GateResult(threshold, *_measured(reading, metric))
         of_examples = metric.removeprefix(WORST) in reading.scores.modality.measured
         kind: Kind = "epsilon" if metric == EPSILON else "examples" if of_examples else "members"
-        if (why := doubts(reading, kind)) and GateResult(threshold, found).outcome != "failed":
+        if (why := doubts(reading, kind)) and found.outcome != "failed":
             why = why if found.value is None else f"a value within the threshold proves nothing: {why}"
             complete = kind == "epsilon" or not reading.plan_coverage.words
-            found = Measurement(found.value, f"{found.words}; {why}", conclusive=False, complete=complete)
-        words = found.words.replace("fedgauge audit RUN", audit_command(reading))
-        results.append(GateResult(threshold, replace(found, words=words)))
+            found = replace(found, words=f"{found.words}; {why}", conclusive=False, complete=complete)
+        results.append(replace(found, words=found.words.replace("fedgauge audit RUN", audit_command(reading))))
     return results
 
 
-def _measured(reading: RunSnapshot, metric: str) -> Measurement:
+def _measured(reading: RunSnapshot, metric: str) -> tuple[float | None, str]:
+    """Return the value of a metric, and how it was measured; without a value the reason."""
     if metric == EPSILON:
         spent = spent_in(reading)
-        return Measurement(spent.record, spent.words)
+        return spent.record, spent.words
     if metric in CANARIES:
         name, assumption = CANARIES[metric]
         if (shown := bound_of(reading)) is None:
-            return Measurement(None, "no canary examples were measured ([canaries] examples)")
+            return None, "no canary examples were measured ([canaries] examples)"
         words = f"shown by {shown.canaries} canaries (a lower bound of 95 % confidence, {assumption})"
-        return Measurement(getattr(shown.bound, name), words)
+        return getattr(shown.bound, name), words
     name = metric.removeprefix(WORST)
     leaks = [k for k in reading.pooled(name).values() if k.role == "attack"] if name in reading.metrics else []
     lost = [f"{k.without_value} of {k.n + sum(k.failed.values())} by {k.attack}" for k in leaks if k.failed]
     leak, missing = best_of(leaks, "attack"), f"; without a value: {', '.join(lost)}" if lost else ""
     if leak is None and metric in QUESTIONS:
-        return Measurement(None, f"it was not tested: {why_not_tested(reading.ledger, metric)}{missing}")
+        return None, f"it was not tested: {why_not_tested(reading.ledger, metric)}{missing}"
     if leak is None:
-        return Measurement(None, f"no attack of this run has a value of {name}{missing}")
+        return None, f"no attack of this run has a value of {name}{missing}"
     worst = MEASURED[name].leakiest((k for k in leaks if k.best is not None), lambda k: k.best or 0.0)
     if metric.startswith(WORST) and worst is not None:
-        words = f"the worst of {worst.n} examples, by {worst.attack}{missing}"
-        return Measurement(worst.worst, words)
+        return worst.worst, f"the worst of {worst.n} examples, by {worst.attack}{missing}"
     within = ""
     if leak.interval is not None:
         low, high = (number(end, MEASURED[name].digits) for end in leak.interval)
         within = f" (95 % interval {low} to {high}; the threshold is the mean's)"
     what = f"the area under the ROC curve over {leak.n} members" if metric in QUESTIONS else f"the mean of {leak.n}"
-    return Measurement(leak.mean, f"{what} by {leak.attack}{within}{missing}")
+    return leak.mean, f"{what} by {leak.attack}{within}{missing}"

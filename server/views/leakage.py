@@ -53,7 +53,7 @@ class Leak:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The interval as it is written, at most up to the metric's cap."""
+        """The interval to show, with its upper end at most at the metric's cap."""
         if self.low is None or self.high is None:
             return None
         cap = MEASURED[self.metric].cap

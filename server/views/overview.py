@@ -149,7 +149,7 @@ def limit(reading: RunSnapshot) -> str:
     known = {name for name, leak in errors.items() if leak.role in LIMITS and leak.n}
     drawn = [row for row in reading.attacks if row["name"] in known]
     if not drawn:
-        return "No limit on reconstruction is drawn: a limit needs a chain whose noise has a known density."
+        return "No limit on reconstruction is drawn: a limit needs noise of a known density in the chain."
     found = Limits.of(errors)
     values = {
         "an estimate that an attack may pass": found.estimate,

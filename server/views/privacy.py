@@ -2,10 +2,8 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -76,15 +74,6 @@ class Spending:
         return privacy_statement(self._federation, rounds, self.delta, self._secret)
 
 
-class Estimate(NamedTuple):
-    epsilon: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.epsilon:.3g} ({self.low:.3g} to {self.high:.3g})"
-
-
 @dataclass(frozen=True)
 class CanaryEstimate:
     """Epsilon for all of a client's data, estimated from the canaries' updates.
@@ -94,21 +83,18 @@ class CanaryEstimate:
 
     Args:
         releases: largest number of updates of a canary.
-        accounted: epsilon of as many releases; None: none holds.
+        low, high: 95 % interval.
     """
 
     canaries: int
     releases: int
-    seen: Estimate
-    accounted: float | None
+    epsilon: float
+    low: float
+    high: float
 
 
-def canary_estimate(scores: Scores, delta: float, accounted: Callable[[int], float | None]) -> CanaryEstimate | None:
-    """Estimate an epsilon from all rounds; None below two canaries.
-
-    Args:
-        accounted: the epsilon of a number of releases.
-    """
+def canary_estimate(scores: Scores, delta: float) -> CanaryEstimate | None:
+    """Estimate an epsilon from all rounds; None below two canaries."""
     rows = _measured(scores, CANARY)
     _, count = np.unique(rows.example, return_counts=True)
     if len(count) < 2:
@@ -117,8 +103,7 @@ def canary_estimate(scores: Scores, delta: float, accounted: Callable[[int], flo
     mean, error = float(rows.value.mean() * math.sqrt(releases)), math.sqrt(releases / len(rows))
     # the epsilon between N(mean, 1) and N(-mean, 1), with the interval that the mean's error gives
     ends = (mean, mean - NORMAL_95 * error, mean + NORMAL_95 * error)
-    seen = Estimate(*(gaussian_epsilon(2 * max(0.0, end), delta) for end in ends))
-    return CanaryEstimate(len(count), releases, seen, accounted(releases))
+    return CanaryEstimate(len(count), releases, *(gaussian_epsilon(2 * max(0.0, end), delta) for end in ends))
 
 
 def _measured(scores: Scores, metric: str) -> Scores:
@@ -134,24 +119,19 @@ class CanaryBound:
         releases: largest number of updates of a client with canaries.
         bound: the lower bounds, each with 95 % confidence.
         most: the bound without an assumption if all guesses were right.
-        accounted: epsilon of a record after as many releases; None: none holds.
     """
 
     canaries: int
     releases: int
     bound: GuessBound
     most: float
-    accounted: float | None
 
 
-def canary_bound(
-    scores: Scores, included: Tensor, delta: float, accounted: Callable[[int], float | None]
-) -> CanaryBound | None:
+def canary_bound(scores: Scores, included: Tensor, delta: float) -> CanaryBound | None:
     """Bound the epsilon from all rounds; None without canaries.
 
     Args:
         included: (M,) bool, True for canaries in the data.
-        accounted: a record's epsilon of a number of releases.
     """
     rows = _measured(scores, EVIDENCE)
     rows = rows.where((rows.example >= 0) & (rows.example < len(included)))
@@ -161,7 +141,7 @@ def canary_bound(
     evidence, truth = torch.from_numpy(np.bincount(own, rows.value)), included[torch.from_numpy(numbers)]
     bound, releases = guess_bound(evidence, truth, delta, len(included)), int(count.max())
     most = guess_bound(truth.double() - 0.5, truth, delta, len(included)).epsilon
-    return CanaryBound(len(numbers), releases, bound, most, accounted(releases))
+    return CanaryBound(len(numbers), releases, bound, most)
 
 
 @viewed
@@ -170,19 +150,18 @@ def canaries(reading: RunSnapshot) -> str:
     if (scenario := reading.built) is None:
         return ""
     delta = scenario.privacy.delta
-    if scenario.protocol.canary_examples:
-        bound = bound_of(reading)
-        return "" if bound is None else bound_words(bound, delta)
-    estimate = canary_estimate(reading.scores, delta, partial(_accounted, reading))
-    return "" if estimate is None else canary_words(estimate, delta)
+    if bound := bound_of(reading):
+        return bound_words(bound, delta, _accounted(reading, bound.releases))
+    if estimate := canary_estimate(reading.scores, delta):
+        return canary_words(estimate, delta, _accounted(reading, estimate.releases))
+    return ""
 
 
 def bound_of(reading: RunSnapshot) -> CanaryBound | None:
     """Bound the epsilon of one record by a run's canary examples; None without any."""
     if (scenario := reading.built) is None or not scenario.protocol.canary_examples:
         return None
-    delta, accounted = scenario.privacy.delta, partial(_accounted, reading)
-    return canary_bound(reading.scores, scenario.protocol.coins, delta, accounted)
+    return canary_bound(reading.scores, scenario.protocol.coins, scenario.privacy.delta)
 
 
 def _accounted(reading: RunSnapshot, releases: int) -> float | None:
@@ -199,16 +178,16 @@ def _accounted(reading: RunSnapshot, releases: int) -> float | None:
     return accountant.spent(releases, fewest).record
 
 
-def canary_words(last: CanaryEstimate, delta: float) -> str:
+def canary_words(last: CanaryEstimate, delta: float, accounted: float | None) -> str:
     words = (
         f"{last.canaries} canaries sent a fixed random direction in place of an update, at most {many(last.releases, 'time')} "
-        f"each. Their cosines show an epsilon of {last.seen} for all of a client's data at delta {delta:g}. "
+        f"each. Their cosines show an epsilon of {last.epsilon:.3g} ({last.low:.3g} to {last.high:.3g}) for all of a client's "
+        f"data at delta {delta:g}. "
     )
-    above = last.accounted is not None and math.isfinite(last.seen.low) and last.seen.low > last.accounted
-    return words + _beside(last.accounted, above)
+    return words + _beside(accounted, last.low)
 
 
-def bound_words(last: CanaryBound, delta: float) -> str:
+def bound_words(last: CanaryBound, delta: float, accounted: float | None) -> str:
     words = (
         f"A fair coin put each of {last.canaries} canary examples into a client's data or not. After at most "
         f"{many(last.releases, 'update')} of each client, {last.bound.right} of the {last.bound.guesses} surest guesses are "
@@ -216,11 +195,12 @@ def bound_words(last: CanaryBound, delta: float) -> str:
         f"canaries can show at most {last.most:.3g}. It is at least {last.bound.gaussian:.3g} if the mechanism's trade-off curve "
         f"is Gaussian, and {last.bound.normal:.3g} if the evidence of canaries is normal. "
     )
-    return words + _beside(last.accounted, last.accounted is not None and last.bound.epsilon > last.accounted)
+    return words + _beside(accounted, last.bound.epsilon)
 
 
-def _beside(accounted: float | None, above: bool) -> str:
+def _beside(accounted: float | None, shown: float) -> str:
+    """Compare the accounted epsilon with what canaries show at least."""
     if accounted is None:
         return "No epsilon is accounted for this chain."
-    less = ", which is less: the noise protects less than the accounting says" if above else ""
+    less = ", which is less: the noise protects less than the accounting says" if accounted < shown < math.inf else ""
     return f"The accounted epsilon is {accounted:.3g}{less}."

@@ -38,6 +38,7 @@ class Scores:
         unordered: if `example` is the place in the reconstruction, as clients grade, not in the batch.
         given_labels: attacks that are given the labels; `of_metric` leaves their labels out.
         roles: of the planned attacks, in their order.
+        label_kind: kind of the labels.
     """
 
     round: Ints
@@ -55,38 +56,24 @@ class Scores:
     unordered: bool = False
     given_labels: frozenset[str] = frozenset()
     roles: Mapping[str, Role] = field(default_factory=dict)
+    label_kind: type[LabelKind] = LabelKind
 
     @classmethod
-    def empty(cls) -> "Scores":
-        ints = np.zeros(0, np.int64)
-        return cls(ints, ints, ints, ints, ints, np.zeros(0), ints, (), (), ())
-
-    def extended(self, rows: Iterable[ScoreRow]) -> "Scores":
-        """Add rows, sorted by round, client, attack, example and metric."""
-        fresh = np.fromiter(rows, ROW)
-        columns: dict[str, Any] = {name: np.concatenate([getattr(self, name), fresh[name]]) for name in NUMBERS}
-        known = {"attack": self.attacks, "metric": self.metrics, "status": self.statuses}
-        names = {name: tuple(sorted({*known[name], *fresh[name]})) for name in NAMES}
+    def of(cls, rows: Iterable[ScoreRow], **settings: Any) -> "Scores":
+        """Sort rows by round, client, attack, example and metric; settings: the other fields."""
+        table = np.fromiter(rows, ROW)
+        columns: dict[str, Any] = {name: table[name] for name in NUMBERS}
+        names = {name: tuple(sorted(set(table[name]))) for name in NAMES}
         for name in NAMES:
             code = {each: i for i, each in enumerate(names[name])}
-            renumbered = np.array([code[each] for each in known[name]], np.int64)[getattr(self, name)]
-            columns[name] = np.concatenate([renumbered, np.array([code[each] for each in fresh[name]], np.int64)])
+            columns[name] = np.array([code[each] for each in table[name]], np.int64)
         # infinity stays where the metric caps it
         capped = np.array([n in MEASURED and MEASURED[n].cap is not None for n in names["metric"]], dtype=bool)
         values, exact = columns["value"], capped[columns["metric"]] & (columns["value"] == np.inf)
         columns["value"] = np.where((np.abs(values) > LARGEST) & ~exact, np.nan, values)
         order = np.lexsort([columns[name] for name in ("metric", "example", "attack", "client", "round")])
         columns |= {"attacks": names["attack"], "metrics": names["metric"], "statuses": names["status"]}
-        return replace(self, **columns).where(order)._without_answered()
-
-    def _without_answered(self) -> "Scores":
-        """Drop placeholder rows of reconstructions that are graded by now."""
-        waiting = self.ungraded & (self.example == WHOLE_BATCH)
-        if not waiting.any():
-            return self
-        attempt = self.attempt_keys()
-        answered = waiting & np.isin(attempt, attempt[~waiting])
-        return self.where(~answered) if answered.any() else self
+        return cls(**columns, **settings).where(order)
 
     def __len__(self) -> int:
         return len(self.value)
@@ -183,11 +170,6 @@ class Scores:
     def measure(self) -> MainMetric:
         """Main metric, by which attacks are compared."""
         return self.modality.main
-
-    @property
-    def label_kind(self) -> type[LabelKind]:
-        """Kind of the labels, by the metric that scores them."""
-        return next((kind for metric, kind in SCORED.items() if metric in self.metrics), LabelKind)
 
     def batch_keys(self) -> Ints:
         return self._pack(self.round, self.client)

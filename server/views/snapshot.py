@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, wraps
 from pathlib import Path
 from threading import Lock
@@ -17,12 +17,13 @@ from fedgauge.attacks.score_rows import wrong_client
 from fedgauge.client import toml_text
 from fedgauge.client.components import Count, SpecError, coerce
 from fedgauge.client.data_folder import may_download
+from fedgauge.client.label_kinds import SCORED, LabelKind
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Batch
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_file import LedgerError
-from fedgauge.server.store.ledger_types import EMPTY, RETRIED, Progress
+from fedgauge.server.store.ledger_types import EMPTY, LABEL_METRIC, Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, expected_jobs
 from fedgauge.server.store.tester_truth import TesterTruth
@@ -53,14 +54,6 @@ def state_of(run: Run, ledger: Ledger) -> State:
         ended = "attacks failed" if progress.failed else "complete"
         return "attacks waiting" if progress.waiting else ended
     return ended
-
-
-def version_of(run: Run, ledger: Ledger) -> tuple[object, ...]:
-    """Return a value that changes with the ledger."""
-    p = ledger.progress()
-    counts = (ledger.finished(), p.queued, p.leased, p.failed, ledger.last_round())
-    meta = ledger.meta()
-    return *counts, state_of(run, ledger), meta.get("replay", ""), meta.get(RETRIED, "")
 
 
 def tables_of(run: Run) -> Mapping[str, Any]:
@@ -200,8 +193,6 @@ class RunSnapshot:
         self.lock = Lock()
         self.version: tuple[object, ...] = ()
         self.views: dict[Any, Any] = {}
-        self.meta: Mapping[str, str] = {}
-        self.scores, self._finished = Scores.empty(), 0
         self._scenario: Scenario | str | None = scenario
 
     @contextmanager
@@ -212,32 +203,32 @@ class RunSnapshot:
             LedgerError: the run cannot be read.
         """
         with self.lock, self.ledger.snapshot():
-            if (version := version_of(self.run, self.ledger)) != self.version:
+            if (version := (self.ledger.version, state_of(self.run, self.ledger))) != self.version:
                 self.read()
                 self.version = version
             yield self
 
     def read(self) -> None:
-        """Read the ledger; of the scores only new ones."""
-        ledger, retried = self.ledger, self.meta.get(RETRIED)
+        """Read the ledger."""
+        ledger, planned = self.ledger, self.ledger.planned()
         self.views.clear()
         self.meta, self.progress = ledger.meta(), ledger.progress()
-        if self.meta.get(RETRIED) != retried:  # rows were deleted
-            self.scores, self._finished = Scores.empty(), 0
-        self.scores = replace(self.scores, roles={row["name"]: row["role"] for row in ledger.attacks()})
         self.rounds = {row["round"]: dict(row) for row in ledger.rounds()}
         if "rounds" in self.meta:  # a user's own app decides
             self.tables = {**self.tables, "rounds": int(self.meta["rounds"])}
-        if (finished := ledger.finished()) > self._finished:
-            given = frozenset(name for name, planned in ledger.planned().items() if planned.labels == "given")
-            for planned in ledger.planned().values():
-                if planned.metric and planned.metric not in MEASURED:
-                    with suppress(SpecError):
-                        planned.build()  # the module of a leak of one's own says what its metric is
-            of_run = replace(self.scores, modality=ledger.modality, size_of=self.size_of, given_labels=given)
-            rows = ledger.scores_since(self._finished)
-            self.scores = replace(of_run, unordered=ledger.graded_by_clients).extended(rows)
-            self._finished = finished
+        for attack in planned.values():
+            if attack.metric and attack.metric not in MEASURED:
+                with suppress(SpecError):
+                    attack.build()  # the module of a leak of one's own says what its metric is
+        self.scores = Scores.of(
+            ledger.score_rows(),
+            modality=ledger.modality,
+            size_of=self.size_of,
+            unordered=ledger.graded_by_clients,
+            given_labels=frozenset(name for name, attack in planned.items() if attack.labels == "given"),
+            roles={name: attack.role for name, attack in planned.items()},
+            label_kind=SCORED.get(self.meta.get(LABEL_METRIC, ""), LabelKind),
+        )
 
     def close(self) -> None:
         self.ledger.close()

@@ -43,8 +43,8 @@ class ExcessLeakage:
         reached, floor: mean of attack and baseline in the main metric, over the examples that both have.
         identified: rate of identification; None if not graded.
         by_chance: rate at which the attack's reconstructions identify another client's examples; None below two clients.
-        identified_by_luck: probability of so many identified examples if a baseline, or who knows the labels alone, identifies
-            as often; 1 if unknown.
+        identified_by_luck: probability of so many identified examples if a baseline, or a guess from the labels, identifies as
+            often; 1 if unknown.
         exact: number of examples that came back whole: images at the cap of PSNR.
         exposed: number of examples too near for any guess: a tenth of the squared error of every baseline or less; of text
             and rows, half of the scale above them, or whole.
@@ -166,7 +166,7 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
 
 
 def _luck_of_labels(hits: Scores) -> float:
-    """Return the probability of so many hits, of all clients or of the most exposed one, if labels alone identify a quarter."""
+    """Return the probability of so many hits, of all clients or of the most exposed one, if the labels identify a quarter."""
     from scipy.special import bdtrc  # takes long to load
 
     counts, sizes = np.bincount(hits.client, np.clip(hits.value, 0, 1)), np.bincount(hits.client)

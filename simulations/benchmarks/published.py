@@ -1,6 +1,6 @@
 """The loop of the published attacks, one image at a time: the reference for the engine's speed.
 
-It follows the code of Inverting Gradients (Geiping et al., NeurIPS 2020): the model's own parameters, a graph of their
+It follows the code of Inverting Gradients (Geiping et al., NeurIPS 2020). It uses the model's own parameters, a graph of their
 gradient, cosine and total variation, `backward()`, the sign of the image's gradient into torch's Adam, a schedule, a box.
 """
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.images import DECODERS
@@ -61,6 +63,8 @@ def _untried(attack: PlannedAttack) -> str:
 
 def _once(auditor: Auditor, source: PublicSource, planned: PlannedAttack) -> Found:
     """Attack the update for one iteration from one start."""
+    given = [t for part in (source.all.params, source.all.update) for t in part.values()]
+    before = [t.clone() for t in given]
 
     def run(iterations: int) -> Reconstruction:
         short = replace(planned, budget=replace(planned.budget, iterations=iterations, restarts=1, seconds=SECONDS))
@@ -73,4 +77,7 @@ def _once(auditor: Auditor, source: PublicSource, planned: PlannedAttack) -> Fou
             result = run(planned.budget.iterations)  # some share their iterations among searches
     except Exception as error:  # plug-ins, and what a user's model or link makes of an attack, may raise anything
         return problem_of(error, "fails", "leave the attack out, as the audit would report this of every update")
+    if not all(map(torch.equal, given, before)):
+        remedy = "return new tensors (not t.mul_()), as other attacks read the same ones"
+        return Problem("changes input", "it", "changes the update or the weights that it gets", remedy)
     return Problem(NOT_APPLICABLE, "", result.reason) if result.status == "not_applicable" else "works"

@@ -69,7 +69,7 @@ def _gradient(fed: Federation) -> Found:
         remedy = "check for a square root or division at zero"
         return Problem("not finite", f"the gradient of {bad[0]!r}", "is not finite", remedy)
     if not any(t.any() for t in update.values()):
-        remedy = "check that the loss is not detached and that some units are active"
+        remedy = "check that labels differ, that the loss is not detached and that some units are active"
         return Problem("zero gradient", "", "every gradient is zero", remedy)
     return "finite"
 

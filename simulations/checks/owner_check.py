@@ -1,4 +1,4 @@
-"""Check a client's own file before the client connects to a server, and tell what it has sent and leaked so far."""
+"""Check a client's own file before the client connects to a server, and report what it has sent and leaked so far."""
 
 import json
 import math

@@ -223,17 +223,17 @@ class _Probe:
         known, shards = self.auditor.knowledge(PlannedAttack("limit", {"use": "membership"})), self.fed.shards
         density = known.chain.update_distribution
         if density is not None and not density.noisy:
-            words = "who was in a batch: no noise hides it, as an update moves with each example's gradient"
+            words = "batch membership: no noise hides it, as an update moves with each example's gradient"
             return Finding("weak", words, 'noise; measure it with [[attack]] use = "membership"')
         some = Batch(*(t[:SIMULATED] for t in self.source.auxiliary))
         try:
             mu = float(detectability(CandidateGradients(known, self.params, some)).median())
         except ValueError as error:
-            return Finding("unknown", f"who was in a batch: {error}")
+            return Finding("unknown", f"batch membership: {error}")
         times = max(1.0, self.fed.protocol.rounds * shards.batch_size / min(map(len, shards.indices)))
         once, often = (percent(power(0.01, math.sqrt(n) * mu)) for n in (1, times))
         words = (
-            "who was in a batch: an attacker who knows the others detects half of the members with a probability of "
+            "batch membership: an attacker who knows the others detects half of the members with a probability of "
             f"{once} or more at 1 % false positives, {often} after all rounds"
         )
         if power(0.01, math.sqrt(times) * mu) <= FAINT:

@@ -1,6 +1,7 @@
 """The command line: `fedgauge COMMAND ...`."""
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -52,7 +53,14 @@ GROUPS: dict[str, dict[str, str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; a user's mistake is printed as one sentence, with status 2."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        return _carried_out(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:  # also while libraries are imported, which takes seconds
+        tell("stopped")
+        return 130
+
+
+def _carried_out(given: Sequence[str]) -> int:
     if not given:
         _parser().print_help()
         return 0
@@ -64,13 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fedgauge.server.store.ledger_file import LedgerError
     from fedgauge.server.store.run import RunBusy
     from fedgauge.server.store.tape import TapeError
+    from fedgauge.simulations.live.log import errors_in_log
     from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
     from fedgauge.simulations.run.launch import TrainingFailed
 
     command: Command = options.command
     try:
         data_folder()  # a FEDGAUGE_DATA that does not exist is refused before anything starts
-        with _own_packages(options), users_errors():
+        with _own_packages(options), users_errors(), errors_in_log(getattr(options, "log", "auto")):
             return command(options)
     except (SpecError, LedgerError, TapeError, RunBusy) as error:
         tell(error)
@@ -78,16 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainingFailed as error:
         tell(error)
         return FAILED
-    except KeyboardInterrupt:
-        tell("stopped")
-        return 130
     except BrokenPipeError:  # the reader of our output (head, less) has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         of_a_file = error.filename is not None and error.strerror is not None
         tell(f"{error.filename}: {error.strerror}: name another place, or change what is there" if of_a_file else error)
-        return MISTAKE if of_a_file else FAILED  # such as a full disk
+        return MISTAKE if of_a_file and error.errno != errno.ENOSPC else FAILED
 
 
 def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from fedgauge.simulations.live.log import Log, with_errors
+from fedgauge.simulations.live.log import Log
 
 RUNS = Path("runs")
 NO_RUNS = "start one with: fedgauge init, then fedgauge run scenario.toml"
@@ -72,7 +72,6 @@ def flag(command: argparse.ArgumentParser, name: str, text: str, **more: Any) ->
 def add_log(command: argparse.ArgumentParser) -> None:
     text = "auto: a live line in a terminal, else lines; quiet: errors and results only; json: one event per line"
     command.add_argument("--log", choices=get_args(Log), default="auto", help=text)
-    command.set_defaults(command=with_errors(command.get_default("command")))
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:

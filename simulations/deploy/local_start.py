@@ -6,15 +6,14 @@ import shlex
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 import uuid
 from contextlib import ExitStack, closing, suppress
-from pathlib import Path
 
 from rich.console import Console
 
 from fedgauge.client.files import replacing
+from fedgauge.server.child_processes import scratch_folder
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.services import Addresses, link, services
@@ -43,7 +42,7 @@ class LocalDeployment:
         self.addresses = Addresses.local(str(deployment.folder.resolve()), run, deployment.clients)
         self.commands = services(self.addresses, deployment.clients)
         self.mark = uuid.uuid4().hex
-        self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))  # short: Ray's sockets live below it
+        self.scratch = scratch_folder()
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.begun: dict[str, float] = {}
 

@@ -103,7 +103,7 @@ def _audit(
 
 def _scores(draws: Iterable[Iterable[AuditResult]]) -> Scores:
     """The scores of the examples, as a run has them; each draw counts as a round."""
-    return Scores.empty().extended(
+    return Scores.of(
         (draw, row.client, row.attack, row.example, row.metric, row.status, row.value)
         for draw, results in enumerate(draws, 1)
         for result in results

@@ -1,14 +1,12 @@
 """Events of the JSON log; light to import, as every command needs it."""
 
 import json
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import wraps
 from typing import Literal
 
 Log = Literal["auto", "quiet", "json"]
-Command = Callable[[Namespace], int]
 
 
 def emit(event: str, **facts: object) -> None:
@@ -16,16 +14,12 @@ def emit(event: str, **facts: object) -> None:
     print(json.dumps({"event": event, "time": now, **facts}, allow_nan=False), flush=True)
 
 
-def with_errors(command: Command) -> Command:
-    """Wrap a command so that --log json also emits an error."""
-
-    @wraps(command)
-    def run(options: Namespace) -> int:
-        try:
-            return command(options)
-        except (Exception, KeyboardInterrupt) as error:
-            if options.log == "json" and not isinstance(error, BrokenPipeError):  # then there is no reader
-                emit("error", words=str(error) or "stopped")
-            raise
-
-    return run
+@contextmanager
+def errors_in_log(log: Log) -> Iterator[None]:
+    """Emit what ends a command as an event of a JSON log."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if log == "json" and not isinstance(error, BrokenPipeError):  # then there is no reader
+            emit("error", words=str(error) or "stopped")
+        raise

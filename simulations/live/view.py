@@ -112,7 +112,7 @@ class LiveLine(Lines):
 
     def update(self) -> None:
         self.refresh()
-        self._live.update(Text(printable(self.line), no_wrap=True, overflow="ellipsis"), refresh=True)
+        self._live.update(Text(printable(self.line)), refresh=True)
 
 
 class Events(View):

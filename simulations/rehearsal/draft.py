@@ -64,6 +64,11 @@ class Draft:
         same = (table, key)
         self.lines = [line._replace(value=value) if line[:2] == same else line for line in self.lines]
 
+    def audit(self, rounds: Sequence[int], origin: str) -> None:
+        """Attack these rounds only."""
+        self.lines = [line for line in self.lines if line[:2] != ("[audit]", "rounds")]
+        self.add("[audit]", origin, rounds=list(rounds))
+
     def note(self, code: str, why: str, remedy: str = "", where: str = "") -> None:
         """Add a limitation or assumption."""
         self.problems.append(Problem(code, where, why, remedy))
@@ -127,7 +132,8 @@ def check_attackable(
         draft.refuse("network", first["notes"]["func"], "compute gradients by backward()")
     elif network is None and first["steps"]:
         why = "an optimizer of torch made steps, but no module with its parameters was called"
-        draft.refuse("network", why, "call the network itself, as net(x), not a method of it")
+        remedy = "call the network itself, as net(x), not a method of it or a compiled function"
+        draft.refuse("network", why, remedy)
     elif network is None:
         seen = f" ({', '.join(observed.frameworks)} is loaded)" if observed.frameworks else ""
         draft.refuse(
@@ -142,7 +148,7 @@ def check_attackable(
         why = f"is trained with {first['outside']} parameters outside of it"
         if "turns" in first["notes"]:
             why = "is one of several networks that are trained by turns, as in a GAN"
-        remedy = "attacks need one module whose forward computes all that is trained: call that module"
+        remedy = "attacks need one module that computes the whole forward pass of the trained network: call that module"
         draft.refuse("networks", why, remedy, network)
     elif "inputs" in first["notes"] or x is None or (form is None and len({each.shape[1:] for each in inputs}) > 1):
         seen = first["notes"].get("inputs", "inputs have different shapes")
@@ -151,7 +157,7 @@ def check_attackable(
         draft.refuse("inputs", "some inputs are not finite (NaN or infinite)", "fill gaps before the network")
     elif form is None:
         words = "token ids are attacked in networks of the package transformers (BERT, GPT-2, Llama and their like)"
-        remedy = words if x.ndim == 2 else "convert inputs to floating point before the network"
+        remedy = words if x.ndim <= 2 else "convert inputs to floating point before the network"
         draft.refuse("inputs", f"takes {x.dtype} of shape {x.shape[1:]}", remedy, network)
     elif form.language and (kind := (form.language["adapter"] or {}).get("kind")):
         draft.refuse("adapter", f"is adapted by {kind}", "LoRA is attacked here", network)
@@ -288,7 +294,12 @@ def _scale(draft: Draft, first: Facts, passes: int) -> float | None:
     if not scales:
         return 1.0
     if np.allclose(scales, scales[0], rtol=1e-4):
-        return 1.0 if math.isclose(scales[0] * passes, 1, rel_tol=1e-4) else scales[0] * passes
+        if math.isclose(scales[0] * passes, 1, rel_tol=1e-4):
+            return 1.0
+        if any(options.get("reduction") == "none" for options in first["losses"].values()):
+            why = "clients weigh the losses of examples themselves; the draft takes a multiple of their mean"
+            draft.note("loss", why, "name a loss of (logits, labels) as [loss] use")
+        return float(scales[0] * passes)
     if mu:
         draft.note("loss", "a term is added to the loss; the draft takes FedProx's, with the server's mu")
         return None
@@ -426,7 +437,7 @@ def _networks(first: Facts, form: Form) -> list[tuple[dict[str, Any], str]]:
 def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -> None:
     """Attack one round's updates of some clients."""
     draft.replace("[audit]", "clients", list(clients))
-    draft.add("[audit]", origin, rounds=[round])
+    draft.audit([round], origin)
 
 
 def say_what_differs(draft: Draft, came: Observation, reported: int | None, facts: Facts, model: nn.Module) -> None:

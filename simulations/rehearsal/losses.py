@@ -91,7 +91,7 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
     masks = y.ndim == 3 and [len(y), *first["output"][2:]] == list(y.shape) and name in OF_CLASSES  # of images
     if name in OF_CLASSES and (y == (ignored := losses[name].get("ignore_index", -100))).any():
         why = f"{name} ignores labels of {ignored}, which no attack restores"
-        return Problem("labels", "", why, "train on examples whose labels all count")
+        return Problem("labels", "", why, "train on examples without ignored labels")
     if classes and (len(first["output"]) != 2 or y.min() < 0 or name not in OF_CLASSES):
         return Problem("labels", "", f"{name} compares classes {y.shape} with {tuple(first['output'])}", remedy)
     if not classes and not masks and (y.size != len(y) * outputs or not np.issubdtype(y.dtype, np.floating)):

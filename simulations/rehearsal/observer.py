@@ -6,7 +6,6 @@ optimizers. The app computes the same.
 
 import gc
 import inspect
-import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,18 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import handle_torch_function, has_torch_function
 
+MOST_IDLE = 300_000  # events of Python's profile, about .1 s
+MOST_PASSES = 4  # before their losses
 MOST_BYTES = 1 << 28  # of the inputs kept for one client and round
-LOSSES = {
-    getattr(F, name): name
-    for name in (
-        "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss",
-        "binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_margin_loss", "multilabel_margin_loss",
-        "multilabel_soft_margin_loss", "poisson_nll_loss", "gaussian_nll_loss", "hinge_embedding_loss", "soft_margin_loss",
-        "cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss",
-    )
-}  # fmt: skip
+LOSSES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "ctc_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_margin_loss", "multilabel_margin_loss"),
+    *("multilabel_soft_margin_loss", "poisson_nll_loss", "gaussian_nll_loss", "hinge_embedding_loss"),
+    *("soft_margin_loss", "cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss"),
+)
 OF_CLASSES = ("cross_entropy", "nll_loss")
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels", "num_items_in_batch"}
 WRAPPERS = ("_module", "module", "_orig_mod")  # where Opacus, data parallelism and torch.compile keep the network
@@ -63,7 +61,7 @@ class Training:
     Attributes:
         network: the first module that a pass with gradients called and that has parameters to train.
         x, y: inputs and labels of each pass; in the end, of those that a backward pass reached.
-        output, values: shape of the network's output, and its values in the last pass.
+        output, outputs: shape of the network's output, and its values in the last passes, by pass.
         losses: name and options of each loss that was computed from a pass.
         used: numbers of the passes that a backward pass reached.
         scales: of each backward pass, the value that was minimised by the loss that was computed from it.
@@ -73,13 +71,14 @@ class Training:
         pad: the token id at positions that an attention mask hides.
         tokenizers: those in memory at the process's first pass with token ids; most apps drop them afterwards.
         notes: what a scenario cannot express, by code.
+        uploads: arrays were sent, and arrays came back.
     """
 
     network: nn.Module | None = None
     x: list[Tensor] = field(default_factory=list)
     y: list[Tensor | None] = field(default_factory=list)
     output: tuple[int, ...] = ()
-    values: Tensor | None = None
+    outputs: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[str, dict[str, Any]] = field(default_factory=dict)
     scales: list[float] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -97,6 +96,7 @@ class Training:
     pad: int | None = None
     tokenizers: list[Any] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+    uploads: bool = False
     bytes: int = 0
     depth: int = 0
     back: bool = False  # within a backward pass
@@ -106,6 +106,7 @@ class Training:
     random: list[Tensor] = field(default_factory=list)  # states of generators before the pass
     factor: float = 1.0  # of a gradient scaler
     passed: tuple[str, Sequence[Tensor]] = ("", ())  # the last other network, and its outputs without gradients
+    weights: tuple[torch.dtype, float] | None = None  # of the network, after its last pass or step: precision and norm
 
     def enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a call of a module that no other module called."""
@@ -114,12 +115,17 @@ class Training:
             if isinstance(mean, Sequence) and isinstance(std, Sequence):
                 self.normalised = ([float(m) for m in mean], [float(s) for s in std])
         own = {id(p) for p in module.parameters() if p.requires_grad}
-        if not torch.is_grad_enabled() or not own or (self.optimised and not own & self.optimised):
+        if not torch.is_grad_enabled() or not own:
+            return
+        if self.optimised and not own & self.optimised:
+            if module is self.network and not next(module.parameters()).is_leaf:
+                self.notes["unread"] = "the network is also called with other weights than its own, as in MAML"
             return
         parts = {id(part) for part in module.modules()}
         if not self.used and module is not self.network and id(self.network) in parts:
-            self.network, self.notes = None, {}  # a part of it was called alone, such as to size a layer
-            self.x, self.y, self.means, self.losses, self.drawn = [], [], [], {}, set()
+            # a part of it was called alone, such as to size a layer
+            self.network, self.weights, self.notes = None, None, {}
+            self.x, self.y, self.means, self.losses, self.drawn, self.outputs = [], [], [], {}, set(), {}
             self.passes, self.bytes = 0, 0
         if self.network is None:
             self.network = module
@@ -134,7 +140,7 @@ class Training:
         elif module is not self.network:
             self.notes["networks"] = f"a step calls several networks, also {type(module).__name__}"
             return
-        self.passes, self.random, self.values = self.passes + 1, _random(), None
+        self.passes, self.random = self.passes + 1, _random()
         named = {k: v for k, v in _named(module, args, kwargs).items() if isinstance(v, Tensor)}
         ids = named.get("input_ids")
         tensors = [t for name, t in named.items() if name != "labels"] if ids is None else [ids]
@@ -186,17 +192,25 @@ class Training:
             return
         if not torch.is_grad_enabled():
             return
+        self.measures(module)
         if not all(map(torch.equal, self.random, _random())):
             self.drawn.add(self.passes - 1)
         if not isinstance(result, Tensor) or not result.requires_grad:
             self.used.add(self.passes - 1)
         else:
-            result.register_hook(lambda _, number=self.passes - 1: self.used.add(number))
+            result.register_hook(lambda _, number=self.passes - 1: self.uses(number))
         if isinstance(result, Tensor):
-            self.output, self.values = tuple(result.shape), result.detach()
+            self.output = tuple(result.shape)
+            self.outputs[self.passes - 1] = result.detach()
+            self.outputs.pop(self.passes - 1 - MOST_PASSES, None)
         else:
             many = len(result) if isinstance(result, Sequence | Mapping) else 1
             self.notes["output"] = f"returns a {type(result).__name__} of {many} parts"
+
+    def uses(self, number: int) -> None:
+        """Note that a backward pass reached a pass."""
+        self.used.add(number)
+        self.cleared.discard(number)
 
     def clears(self, cleared: nn.Module | Optimizer, *args: object, **kwargs: object) -> None:
         """Note that gradients are set to zero: passes since the last step only made adversarial examples."""
@@ -206,8 +220,20 @@ class Training:
             return
         self.cleared = set() if self.dp else {*self.used}  # Opacus keeps gradients elsewhere
 
+    def measures(self, network: nn.Module) -> None:
+        """Note if weights changed since the last pass or step."""
+        before, self.weights = self.weights, _weights(network)
+        if self.used and before is not None and before[0] is self.weights[0] and before[1] != self.weights[1]:
+            self.notes["optimizer"] = (
+                "weights also change outside of the optimizer's steps, as with SAM or Lookahead; the draft leaves this out"
+            )
+
     def ends(self) -> None:
         """Leave out passes that nothing was learnt from, such as those that only measure."""
+        if self.network is not None:
+            self.measures(self.network)
+        if not self.steps:
+            self.notes.pop("optimizer", None)  # the app makes its steps by hand
         if self.used:
             self.x = [t for k, t in enumerate(self.x) if k in self.used]
             self.y = [t for k, t in enumerate(self.y) if k in self.used]
@@ -215,10 +241,15 @@ class Training:
             self.notes["dropout"] = "the network draws random numbers, as dropout and stochastic depth do"
 
     def computes(self, name: str, call: inspect.BoundArguments, value: object) -> None:
-        """Note a loss: its target belongs to the last pass."""
+        """Note a loss: its target belongs to the pass whose output it reads, else to the last one."""
         of, target = call.arguments.get("input"), call.arguments.get("target")
-        if isinstance(of, Tensor) and self.values is not None and of.numel() == self.values.numel():
-            read, given = of.detach().flatten().to(self.values), self.values.flatten()
+        number, values = self.passes - 1, self.outputs.get(self.passes - 1)
+        if isinstance(of, Tensor):
+            number, values = next(
+                (each for each in self.outputs.items() if each[1].data_ptr() == of.data_ptr()), (number, values)
+            )
+        if isinstance(of, Tensor) and values is not None and of.numel() == values.numel():
+            read, given = of.detach().flatten().to(values), values.flatten()
             if name == "binary_cross_entropy" and torch.equal(read, given.sigmoid()):
                 name += "_with_logits"  # the app calls sigmoid itself
             elif len(self.output) == 2 and name not in ("nll_loss", "kl_div") and not torch.equal(read, given):
@@ -227,25 +258,26 @@ class Training:
         self.losses[name] = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in options.items()}
         if not isinstance(of, Tensor) or not isinstance(target, Tensor) or not isinstance(value, Tensor):
             return
-        if self.output and of.numel() != math.prod(self.output):
-            seen, output = tuple(of.shape), tuple(self.output)
+        if values is not None and of.numel() != values.numel():
+            seen, output = tuple(of.shape), tuple(values.shape)
             self.notes["values"] = f"returns shape {output}, and {name} reads values of shape {seen}"
         if name not in OF_CLASSES and of.shape != target.shape:
             shapes = f"{tuple(of.shape)} with {tuple(target.shape)}"
             self.notes["loss"] = f"{name} compares values of shape {shapes}, each with each; the draft does not"
-        if self.y and self.y[-1] is None and name != "kl_div":  # which compares with another network's output
-            self.y[-1] = target.detach().clone()
+        kept = number < len(self.y) and self.y[number] is None
+        if kept and name != "kl_div":  # which compares with another network's output
+            self.y[number] = target.detach().clone()
         terms = 1 if options.get("reduction", "mean") == "mean" else len(of) if name in OF_CLASSES else of.numel()
-        if value.requires_grad and self.passes - 1 not in self.used:  # else it is only shown
-            self.means.append((self.passes - 1, float(value.detach().sum()) / max(terms, 1)))  # a batch may be empty
+        if value.requires_grad and number not in self.used:  # else it is only shown
+            self.means.append((number, float(value.detach().sum()) / max(terms, 1)))  # a batch may be empty
 
     def goes_back(self, value: Tensor) -> None:
         """Note a backward pass from a value, after it."""
-        means = [mean for number, mean in self.means if number in self.used]
-        if len(means) > 1:
+        means = [each for each in self.means if each[0] in self.used]
+        if len(means) > len(dict(means)):
             self.notes["loss"] = "several losses are added up; the draft takes one"
-        elif means and means[0] and value.numel() == 1:
-            self.scales.append(float(value.detach()) / means[0] / self.factor)
+        elif (total := sum(mean for _, mean in means)) and value.numel() == 1:
+            self.scales.append(float(value.detach()) / total / self.factor)
         self.means = [each for each in self.means if each[0] not in self.used]
 
     def steps_by(self, optimizer: Optimizer) -> None:
@@ -261,6 +293,8 @@ class Training:
         self.trained |= moved
         self.used -= self.cleared - {*sorted(self.used)[: self.steps[-1].passes if self.steps else 0]}
         self.steps.append(Step(type(optimizer).__name__, groups, len(self.used), self.max_norm))
+        if self.network is not None:
+            self.weights = _weights(self.network)
         self.max_norm = None
 
 
@@ -274,8 +308,13 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _transforms() -> bool:
-    """Check if a transform of torch.func is at work, whose tensors may have no values."""
+    """Check if a transform of torch.func is active: its tensors may have no values."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # torch has no public name for it
+
+
+def _weights(network: nn.Module) -> tuple[torch.dtype, float]:
+    weights = [p.detach() for p in network.parameters() if p.is_floating_point() and not is_lazy(p)]
+    return weights[0].dtype, float(nn.utils.get_total_norm(weights))
 
 
 def _random() -> list[Tensor]:
@@ -319,8 +358,13 @@ class Observer:
         for place in (nn.utils, nn.utils.clip_grad):
             self._after(place, "clip_grad_norm_", _clips)
             self._after(place, "clip_grad_value_", _clips_values)
+        for name in LOSSES:
+            setattr(F, name, self._loss(name, getattr(F, name)))
+        torch.autograd.backward = self._backward(torch.autograd.backward)
         self._after(torch.amp.GradScaler, "scale", _scales)
         self._after(Optimizer, "add_param_group", _optimises)
+        for name in ("__init__", "__setstate__"):  # of a new module, of a copy
+            self._after(nn.Module, name, self._builds)
         for kind in (Optimizer, nn.Module):
             self._after(kind, "zero_grad", Training.clears)
 
@@ -328,16 +372,16 @@ class Observer:
     def training(self) -> Iterator[Training]:
         """Observe one client in one round."""
         self._now = now = Training(start=None if self._trained else {})
-        self._trained = True
         self._factories = factories = _Factories()
-        _profile(factories)
+        self._builds(now)
         try:
-            with _Losses(now):
-                yield now
+            yield now
         finally:
-            _stop_profiling()
+            if isinstance(sys.getprofile(), _Factories):
+                sys.setprofile(None)
             self._now = None
             if now.network is not None:
+                self._trained = True
                 with _reading(now):
                     now.ends()
                     now.built = factories.of(unwrapped(now.network))
@@ -358,23 +402,63 @@ class Observer:
                     with _reading(now):
                         now.enters(module, args, kwargs)
                     if now.network is not None:
-                        _stop_profiling()  # the network is built: the rest runs at full speed
                         with _reading(now):
                             _watch_opacus(self)  # which the app may have imported only now
                 result = call(module, *args, **kwargs)
                 if now.depth == 1:
                     with _reading(now):
                         now.leaves(module, result)
-                    if now.passes == 1:  # it may have been called to size a layer, before it is returned
-                        _profile(self._factories)
                 return result
             finally:
                 now.depth -= 1
 
         return watched
 
+    def _loss(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            if has_torch_function(given := (*args, *kwargs.values())):
+                return handle_torch_function(watched, given, *args, **kwargs)  # a tensor of the app knows us only
+            value = function(*args, **kwargs)
+            if self._now is not None and torch.is_grad_enabled() and not _transforms():
+                with _reading(self._now):
+                    self._now.computes(name, signature.bind(*args, **kwargs), value)
+            return value
+
+        # torch.jit.script compiles the function itself
+        vars(watched).update(__script_if_tracing_wrapper=True, __original_fn=function)
+        return watched
+
+    def _backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            now = self._now
+            if now is None or now.back:
+                return function(*args, **kwargs)
+            now.back = True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                now.back = False
+            if args and isinstance(args[0], Tensor):
+                with _reading(now):
+                    now.goes_back(args[0])
+            return result
+
+        return watched
+
+    def _builds(self, now: Training, *args: object, **kwargs: object) -> None:
+        if now.network is None:
+            self._factories.idle = 0
+            if sys.getprofile() is None:  # the app may profile itself
+                sys.setprofile(self._factories)
+
     def _step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._now is not None:
+        if not torch.compiler.is_compiling() and self._now is not None:
             with _reading(self._now):
                 self._now.steps_by(optimizer)
 
@@ -385,7 +469,7 @@ class Observer:
         @wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            if self._now is not None:
+            if not torch.compiler.is_compiling() and self._now is not None:
                 with _reading(self._now):
                     note(self._now, *args, **kwargs)
             return result
@@ -418,38 +502,20 @@ def _steps_privately(now: Training, optimizer: Any, *args: object, **kwargs: obj
     }
 
 
-class _Losses(TorchFunctionMode):
-    """Notes losses among the functions that torch is asked for."""
-
-    def __init__(self, now: Training) -> None:
-        super().__init__()
-        self._now = now
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self._now.back = func is Tensor.backward
-        try:
-            value = func(*args, **kwargs)
-        finally:
-            self._now.back = False
-        if func is Tensor.backward:
-            with _reading(self._now):
-                self._now.goes_back(args[0])
-        if func in LOSSES and torch.is_grad_enabled() and not _transforms():
-            with _reading(self._now):
-                self._now.computes(LOSSES[func], inspect.signature(func).bind(*args, **kwargs), value)
-        return value
-
-
 class _Factories:
-    """Notes, as Python's profile function, which functions and classes return or initialise a network."""
+    """Notes, as Python's profile function, which functions and classes return or initialise a network.
+
+    It ends itself a while after the last module was built, so that the rest runs at full speed.
+    """
 
     def __init__(self) -> None:
         self._found: list[tuple[nn.Module, Built]] = []
+        self.idle = 0  # events since the last module was built
 
     def __call__(self, frame: types.FrameType, event: str, value: object) -> None:
+        self.idle += 1
+        if self.idle > MOST_IDLE:
+            sys.setprofile(None)
         try:
             if event == "return":
                 self._note(frame, value)
@@ -474,16 +540,6 @@ class _Factories:
         calls += [] if "." in kind.__qualname__ else [Built(kind.__module__, kind.__qualname__, {})]
         others = ("torch", "fedgauge", "copy")  # a Sequential has no arguments that a scenario could write
         return [built for built in calls if built.module.partition(".")[0] not in others]
-
-
-def _profile(factories: _Factories) -> None:
-    if sys.getprofile() is None:  # the app may profile itself
-        sys.setprofile(factories)
-
-
-def _stop_profiling() -> None:
-    if isinstance(sys.getprofile(), _Factories):
-        sys.setprofile(None)
 
 
 def _given(frame: types.FrameType, first: int) -> dict[str, Any]:

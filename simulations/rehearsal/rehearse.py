@@ -26,9 +26,10 @@ from fedgauge.client.data_folder import read_npz
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
 from fedgauge.server.store import run_files
+from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.tape_source import UploadMismatch, names_of, read_observation, replies_of
+from fedgauge.server.store.tape_source import TapeSource, UploadMismatch, names_of, replies_of
 from fedgauge.server.views.formatting import many
 from fedgauge.simulations.rehearsal.draft import (
     LIBRARIES,
@@ -160,19 +161,23 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         )
     files = run.folder.absolute() / "observed"  # the scenario is read from the app's folder
     with run.ledger() as ledger:
-        rows = [row for row in ledger.observations() if row["digest"]]
         numbers = {node: client for client, node in ledger.nodes().items()}
+        uploads = {node: uploads_of(ledger, numbers[node], observed.clients[node]) for node in attacked}
+        rows = [row for own in uploads.values() for row in own]
+        recorded = [row for row in ledger.observations() if row["digest"]]
         whole = replies_of(run, ledger) == "weights"
         if "large" not in first["notes"]:  # otherwise some were not kept
             ledger.set_meta(examples="observed")
-    if not any(row["client"] == numbers[node] for node in attacked for row in rows):
+    if not rows:
         mods = ", ".join(observed.mods)
         why = "the attacked clients' replies carry no arrays that can be read" + (f" after {mods}" if mods else "")
         draft.refuse("uploads", why, f"audit the app without {mods}" if mods else "let them upload weights")
         return refused
-    rounds = max(row["round"] for row in rows)
+    rounds = max(row["round"] for row in recorded)
     write_draft(draft, observed, attacked, public, form, target, rounds, files, whole)
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
+    if len(rows) < sum(row["client"] in {numbers[node] for node in attacked} for row in recorded):
+        draft.audit(sorted({row["round"] for row in rows}), "rounds in which the attacked clients train")
     built = () if form.language else first["built"]
     packages = tuple({call["module"].partition(".")[0]: None for call in built}.keys() - LIBRARIES)
     packages += ("torch",) if target and ":" in target.loss.get("use", "") else ()  # whose losses are called by name
@@ -204,12 +209,13 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         if truth:
             truths.mkdir(mode=0o700)
         for node in attacked if truth else ():
-            sent_in = [row["round"] for row in rows if row["client"] == numbers[node]]
-            for number, facts in zip(sent_in, observed.clients[node], strict=False):
+            for row, facts in zip(uploads[node], observed.clients[node], strict=False):
                 x, y = (part[:n] for part in _examples(facts, form, target))
-                np.savez(truths / f"node-{node}-round-{number}.npz", x=x, y=y)
+                np.savez(truths / f"node-{node}-round-{row['round']}.npz", x=x, y=y)
         fit = int(SEVERAL / max(seconds, 1e-9))  # updates
-        if fit < len(attacked) * len(own) and not any(line.key == "rounds" and line.table for line in draft.lines):
+        if fit < len(attacked) * len(own) and not any(
+            line[:2] == ("[audit]", "rounds") and len(line.value) == 1 for line in draft.lines
+        ):
             some = sorted(numbers[node] for node in attacked)[: max(CONTROLLED, fit)]
             attack_some(draft, some, began, "updates take long to compute")
             why = f"only round {began} of {many(len(some), 'client')} is attacked"
@@ -229,6 +235,12 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         return Rehearsal(run, draft, truths, packages, proof)
 
 
+def uploads_of(ledger: Ledger, client: int, trained: Sequence[Facts]) -> list[Any]:
+    """Return the ledger's rows of a client's uploads after its trainings; of rounds that it skipped there are others."""
+    rows = [row for row in ledger.observations() if row["client"] == client and row["digest"]]
+    return [rows[facts["upload"]] for facts in trained if facts["upload"] < len(rows)]
+
+
 def _never_sent(scenario: Scenario, first: Facts, came: Observation) -> list[str]:
     """Return the parameters that were trained and are not in an upload; empty also if the upload has none of the network."""
     model = scenario.federation.model
@@ -241,7 +253,7 @@ def _proof(
 ) -> tuple[str, float, set[int]]:
     """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
 
-    Also the clients whose first updates it does not give, so that they are not attacked. Uploads may be gradients, and a rate that
+    Also return the clients that train otherwise and are not attacked. Uploads may be gradients, and a rate that
     was not observed is fitted: both are written into the draft, and also if the draft gives the first update and not the last, so
     that only the first round is attacked.
 
@@ -253,10 +265,11 @@ def _proof(
     """
     (client, own), *others = trained.items()
     with run.ledger() as ledger:
-        row, *later = [o for o in ledger.observations() if o["client"] == client and o["digest"]]
+        row, *later = uploads_of(ledger, client, own)
         for _ in range(MOST_TRIES):
             replies = prepare_app(run, ledger, scenario)
-            seen = read_observation(run, ledger, scenario.federation, row["round"], client, row["digest"])
+            source = TapeSource(scenario.federation, run=run, ledger=ledger)
+            seen = source.observation(row["round"], client, row["digest"])
             update, seconds = _computed(scenario, seen, own[0], kind)
             along, length = _dot(update, seen.update), _dot(update, update)
             if replies == "updates" and along < 0:
@@ -277,27 +290,27 @@ def _proof(
             if left_out:
                 words += f"; the draft is not exact in: {', '.join(left_out)}"
             else:
-                words += "; the app may add noise (name it in [[chain]]), average weights or change gradients"
+                words += "; the app may add noise (name it in [[chain]]) or a term to the loss, average weights or change gradients"
             if not left_out or (off > CLOSE and not {"noise", "autocast"} & {*left_out}):
                 ledger.set_meta(training=words, training_fits="False")
             return words, seconds, set()
 
         def fits(row: Any, facts: Facts) -> bool:
-            seen = read_observation(run, ledger, scenario.federation, row["round"], row["client"], row["digest"])
+            seen = source.observation(row["round"], row["client"], row["digest"])
             return _compared(_computed(scenario, seen, facts, kind)[0], scenario, seen, facts, kind, step)[2]
 
         ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
         if later and len(own) == 1 + len(later):
             alike = own[-1]["sizes"] == own[0]["sizes"]
             if not alike or not fits(later[-1], own[-1]):
-                draft.add("[audit]", "later rounds train otherwise", rounds=[row["round"]])
+                draft.audit([row["round"]], "later rounds train otherwise")
                 why = "later rounds train otherwise (SCAFFOLD's correction, another rate, other examples)"
                 remedy = "describe them in [[chain]], then change [audit] to attack more"
                 draft.note("rounds", f"{why}; only round {row['round']} is attacked", remedy)
         rounded = f"differs by {off:.2%}, which rounding explains"
         exactly = f"exact to rounding (relative error {off:.1e})" if off < EXACT else rounded
-        firsts = {o["client"]: o for o in reversed(ledger.observations()) if o["digest"]}
-        unlike = {each for each, facts in others if each in firsts and not fits(firsts[each], facts[0])}
+        firsts = [(each, facts[0], uploads_of(ledger, each, facts)[:1]) for each, facts in others]
+        unlike = {each for each, facts, rows in firsts if rows and not fits(rows[0], facts)}
         if unlike:
             draft.replace("[audit]", "clients", sorted(trained.keys() - unlike))
             why = "train otherwise (another rate, optimizer or loss) and are not attacked"

@@ -55,10 +55,13 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     language = save_language([seen for rounds in grid.trained.values() for seen in rounds], run.folder / "language")
     clients: dict[int, list[dict[str, Any]]] = {}
     for node, rounds in grid.trained.items():
-        # without messages that ask for statistics
-        steps = [seen for seen in rounds if seen.network is not None] or rounds
-        names = (f"node-{node}-{k}.npz" for k in range(1, len(steps) + 1))
-        clients[node] = [_facts(*each, language, run.folder / "observed") for each in zip(steps, names, strict=True)]
+        # without messages that ask for statistics, and rounds that a client skips
+        steps = [k for k, seen in enumerate(rounds) if seen.network is not None] or range(len(rounds))
+        clients[node] = [
+            _facts(rounds[k], f"node-{node}-{k + 1}.npz", language, run.folder / "observed")
+            | {"upload": sum(seen.uploads for seen in rounds[:k])}
+            for k in steps
+        ]
     frameworks = [name for name in FRAMEWORKS if name in sys.modules]
     # Flower has no public name for an app's mods
     mods = [getattr(mod, "__name__", type(mod).__name__) for mod in getattr(client, "_mods", ())]

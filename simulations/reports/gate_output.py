@@ -19,10 +19,7 @@ def gate_status(results: Sequence[GateResult]) -> int:
 
 
 def gate_lines(results: Sequence[GateResult]) -> list[str]:
-    said = [
-        "inconclusive" if r.outcome == "not measured" and r.measurement.value is not None else r.outcome
-        for r in results
-    ]
+    said = ["inconclusive" if r.outcome == "not measured" and r.value is not None else r.outcome for r in results]
     return [printable(f"gate: {word} (it fails if {r.threshold}); {r}") for word, r in zip(said, results, strict=True)]
 
 

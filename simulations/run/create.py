@@ -21,7 +21,7 @@ from fedgauge.attacks.source import NO_TRUTH
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import DEPLOYMENT, MAIN_METRIC, OWN
+from fedgauge.server.store.ledger_types import DEPLOYMENT, LABEL_METRIC, MAIN_METRIC, OWN
 from fedgauge.server.store.run import NotResumable, Run, RunBusy
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape_source import REPLIES, Replies, replies_of
@@ -58,8 +58,7 @@ def create_run(scenario: Scenario, folder: Path, mode: Mode = "simulation") -> R
     run = Run.create(folder, scenario)
     _keep_environment(run)
     with run.ledger() as ledger:
-        main = modality_of(scenario.federation.shards.dataset).main
-        ledger.set_meta(rounds=str(scenario.protocol.rounds), **{MAIN_METRIC: main.key})
+        ledger.set_meta(rounds=str(scenario.protocol.rounds), **_metrics(scenario))
         if mode == DEPLOYMENT:
             ledger.set_meta(mode=mode, **{OWN: "1"})
         if scenario.audit.curious:
@@ -80,10 +79,15 @@ def prepare_app(run: Run, ledger: Ledger, scenario: Scenario) -> Replies:
     check_deployable(scenario)
     if not (run.folder / "environment.json").exists():
         _keep_environment(run)
-    ledger.set_meta(**{MAIN_METRIC: modality_of(scenario.federation.shards.dataset).main.key})
+    ledger.set_meta(**_metrics(scenario))
     if scenario.tape.replies != "auto":
         ledger.set_meta(**{REPLIES: scenario.tape.replies})
     return replies_of(run, ledger)
+
+
+def _metrics(scenario: Scenario) -> dict[str, str]:
+    fed = scenario.federation
+    return {MAIN_METRIC: modality_of(fed.shards.dataset).main.key, LABEL_METRIC: fed.label_kind.metric}
 
 
 def _with_waves_for(scenario: Scenario, devices: Sequence[torch.device]) -> Scenario:

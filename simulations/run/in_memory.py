@@ -15,6 +15,7 @@ from fedgauge.client.app import app as client_app
 from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.app import federate
+from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 
 
@@ -66,5 +67,5 @@ if __name__ == "__main__":
     try:
         with users_errors():
             train(Run.open(Path(sys.argv[1])))
-    except SpecError as error:  # the log's last line, which the terminal repeats
+    except (SpecError, LedgerError) as error:  # the log's last line, which the terminal repeats
         sys.exit(f"fedgauge: {error}")

@@ -4,12 +4,11 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import uuid
 from pathlib import Path
 
 from fedgauge.client.data_folder import data_folder
-from fedgauge.server.child_processes import paths_from_here
+from fedgauge.server.child_processes import paths_from_here, scratch_folder
 from fedgauge.server.pool.ray_security import SETTINGS, ray_access
 from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger_types import sanitised
@@ -44,7 +43,7 @@ class OwnProcess:
         self.run = run
         self.log = log
         self.mark = uuid.uuid4().hex
-        self.scratch = Path(tempfile.mkdtemp(prefix="fedgauge-"))
+        self.scratch = scratch_folder()
         env = child_environment(self.scratch, self.mark) | (ray_access(self.scratch) if ray else {})
         # in a separate folder, as Ray's workers look for every package in their driver's current folder first
         command = [sys.executable, "-P", "-m", *arguments]

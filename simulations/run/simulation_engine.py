@@ -1,6 +1,6 @@
 """A federation on Flower's simulation engine, in a process of its own.
 
-It is started by `run_simulation` instead of `flwr run`: a SuperLink listens on a port without authentication, so any user of the
+It is started by `run_simulation` instead of `flwr run`. A SuperLink listens on a port without authentication, so any user of the
 machine could run code with our rights.
 """
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from fedgauge.attacks.base import (
     Attack,
     Budget,
-    ClientState,
     Knowledge,
     Observation,
     Reconstruction,
@@ -30,6 +29,7 @@ from fedgauge.client.components import build
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.server.store.tape import read_tensors, write_tensors
+from tests.tensors import identical
 
 Make = Callable[..., Any]
 
@@ -208,10 +208,6 @@ def test_an_attack_meets_every_kind_of_client(
 # --------------------------------------------------------------------------------------------------------- with memory
 
 
-def equal(a: ClientState, b: ClientState) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
-
-
 def remembering(name: str) -> StatefulAttack:
     attack = ATTACKS[name]()
     assert isinstance(attack, StatefulAttack)
@@ -231,8 +227,8 @@ def test_memory_goes_to_disk_and_back_and_is_not_written_to(
         found, after = attack.advance(wave, known, Budget(4), streams(3), kept)
         again, same = attack.advance(wave, known, Budget(4), streams(3), stored)
         well_formed(found, wave, known)
-        assert all(map(equal, kept, before))
-        assert all(map(equal, after, same))
+        assert all(map(identical, kept, before))
+        assert all(map(identical, after, same))
         assert [a.objective for a in found] == [b.objective for b in again]
         for k, memory in enumerate(after):
             write_tensors(tmp_path / f"{round}-{k}", memory)

@@ -18,6 +18,7 @@ from fedgauge.attacks.threat_model import as_known, public_knowledge, waves_know
 from fedgauge.client.federation import Federation
 from fedgauge.client.update import Batch
 from fedgauge.server.store.scenario import Scenario
+from tests.attacks.refusals import check_named
 from tests.small_runs import trained
 
 TRAIN: dict[str, Any] = {
@@ -88,7 +89,7 @@ def test_an_attack_is_graded_with_them_and_its_card_says_so(scenario: Scenario, 
     audited = Auditor(FederationSource(fed)).audit(planned, wave)
     assert [a.client for a in audited] == [0, 1, 2]
     assert all(a.reconstruction.status == "converged" for a in audited)
-    assert "statistics known from the returned buffers" in knowledge_card(fed, planned)
+    assert "statistics known" in knowledge_card(fed, planned)
     several = Federation.having(fed, chain=({"use": "local_sgd", "rate": 0.1, "steps": 2},))
     assert "statistics unknown" in knowledge_card(several, PlannedAttack.from_table({"use": "idlg"}, "here"))
 
@@ -107,5 +108,4 @@ def test_statistics_are_estimated_from_auxiliary_batches(scenario: Scenario) -> 
     expected = sum(float((own[k] - t).norm()) for k, t in means.items())
     assert float(prior(known.normalise(batches[0].x))) == pytest.approx(expected, rel=1e-4)
     few = public_knowledge(fed, Batch(known.auxiliary.x[:2], known.auxiliary.y[:2]))
-    with pytest.raises(ValueError, match="3"):
-        batch_statistics(1.0, of="auxiliary").bind(few, params)
+    check_named("3", lambda: batch_statistics(1.0, of="auxiliary").bind(few, params))

@@ -269,27 +269,24 @@ def test_a_wave_is_restored_row_by_row(digits: Dataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "complaint"),
+    ("methods", "model", "complaint"),
     [
-        (nn.Sequential(nn.Conv2d(1, 10, 28), nn.Flatten()), "no fully connected layer"),
+        (SEVERAL, nn.Sequential(nn.Conv2d(1, 10, 28), nn.Flatten()), "no fully connected layer"),
         (
+            SEVERAL,
             nn.Sequential(nn.Flatten(), nn.Linear(784, 12), nn.Unflatten(1, (12, 1, 1)), nn.Conv2d(12, 10, 1)),
             "12 outputs",
         ),
+        ([ilrg], headless(nn.ReLU()), "bias"),
     ],
 )
-def test_a_model_without_a_fully_connected_classifier_is_refused(model: nn.Module, complaint: str) -> None:
+def test_a_model_without_a_fitting_classifier_is_refused(
+    methods: Sequence[Method], model: nn.Module, complaint: str
+) -> None:
     params = detached_params(model)
-    for method in SEVERAL:
+    for method in methods:
         with pytest.raises(ValueError, match=complaint):
             method(params, params, knowledge(model, 2))
-
-
-def test_ilrg_needs_a_bias() -> None:
-    model = headless(nn.ReLU())
-    update = {k: torch.zeros_like(p) for k, p in detached_params(model).items()}
-    with pytest.raises(ValueError, match="bias"):
-        ilrg(update, detached_params(model), knowledge(model, 2))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import Tensor
 from fedgauge.client.app import app
 from fedgauge.client.federation import Federation, federation
 from fedgauge.client.protocol import Protocol
+from tests.tensors import identical
 from tests.wire import travel
 
 pytestmark = pytest.mark.usefixtures("identity")
@@ -43,10 +44,6 @@ def ask(agreed: Protocol, round: int = 1, buffers: bool = True, **config: Any) -
 
 def tensors(message: Message, name: str = "update") -> dict[str, Tensor]:
     return dict(message.content.array_records[name].to_torch_state_dict())
-
-
-def identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
 @pytest.mark.parametrize("chain", [[SGD], NOISY], ids=["bare", "noisy"])

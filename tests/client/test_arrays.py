@@ -35,22 +35,18 @@ def test_a_long_shape_in_the_second_version_is_read() -> None:
     assert npy_header(file.getvalue()).shape == (2, 1, 3)
 
 
-@pytest.mark.parametrize(
-    "saved",
-    [_saved(a) for a in (np.array([{}]), np.array(["word"]), np.zeros(2, "i4,f4"), np.array(["2026"], "M8[Y]"))]
-    + [_saved(np.zeros(4, "<f4")).replace(b"<f4", b"<f3")],  # which numpy does not have
-)
-def test_arrays_that_are_not_numeric_are_refused(saved: bytes) -> None:
-    with pytest.raises(ValueError, match="expected|claims"):
-        npy_array(saved)
+def test_arrays_that_are_not_numeric_or_not_whole_are_refused() -> None:
+    whole = _saved(np.arange(6, dtype=np.float32).reshape(2, 3))
+    odd = [np.array([{}]), np.array(["word"]), np.zeros(2, "i4,f4"), np.array(["2026"], "M8[Y]")]
+    unknown = _saved(np.zeros(4, "<f4")).replace(b"<f4", b"<f3")  # which numpy does not have
+    for saved in (*map(_saved, odd), unknown, *(whole[:end] for end in range(len(whole)))):
+        with pytest.raises(ValueError, match="expected|claims"):
+            npy_array(saved)
 
 
-def test_any_cut_or_changed_byte_is_a_value_error_or_an_array() -> None:
+def test_any_changed_byte_is_a_value_error_or_an_array() -> None:
     whole = _saved(np.arange(6, dtype=np.float32).reshape(2, 3))
     draws = torch.Generator().manual_seed(0)
-    for end in range(len(whole)):
-        with pytest.raises(ValueError, match="expected|claims"):
-            npy_array(whole[:end])
     for _ in range(500):
         changed = bytearray(whole)
         changed[int(torch.randint(0, 128, (), generator=draws))] = int(torch.randint(0, 256, (), generator=draws))

@@ -43,9 +43,10 @@ KINDS = {"dataset": DATASET, "model": MODEL, "loss": LOSS, "transform": TRANSFOR
 )
 def test_a_wrong_name_is_refused(kind: str, names: list[Any]) -> None:
     for name in names:
-        with pytest.raises(SpecError, match=r"^\[\[table\]\] #3: ") as caught:
+        with pytest.raises(SpecError) as caught:
             build({"use": name}, "[[table]] #3", KINDS[kind])
-        assert KINDS[kind].names()[0] in str(caught.value) or "did you mean" in str(caught.value)
+        where, told = str(caught.value).split(": ", 1)
+        assert where == "[[table]] #3" and (KINDS[kind].names()[0] in told or "did you mean" in told)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_a_wrong_name_is_refused(kind: str, names: list[Any]) -> None:
 def test_a_misspelt_name_gets_the_nearest(kind: str, misspelt: str, meant: str | None) -> None:
     with pytest.raises(SpecError) as caught:
         resolve({"use": misspelt}, "here", KINDS[kind])
-    assert (f"did you mean '{meant}'" if meant else ", clip, ") in str(caught.value)
+    assert (f"'{meant}'?" if meant else ", clip, ") in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def component(model: object, shape: Sequence[int], a: int, b: str = "x", classes
 def test_offered_values_reach_only_components_that_request_them() -> None:
     offered = {"model": "M", "shape": (1, 2), "classes": 10}
     assert check_arguments(component, {"a": 1}, "here", offered) == {"a": 1, "model": "M", "shape": (1, 2)}
-    with pytest.raises(SpecError, match="'model'"):
+    with pytest.raises(SpecError):
         check_arguments(component, {"a": 1, "model": "mine"}, "here", offered)
     assert check_arguments(component, {"a": 1, "classes": 3}, "here", offered)["classes"] == 3, (
         "its own: it has a default"

@@ -1,6 +1,8 @@
 """Local training as clients do it: torch's own optimizers take the same steps, and the images' derivative is right."""
 
 import copy
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -147,21 +149,25 @@ def test_a_shuffled_epoch_has_every_example_once_in_an_order_of_the_clients_own(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("training", "arguments"),
     [
-        ({"steps": 1, "epochs": 1}, "epochs"),
-        ({"epochs": 0}, "epochs"),
-        ({"optimizer": "adam", "momentum": 0.9}, "momentum"),
-        ({"nesterov": True}, "nesterov"),
-        ({"betas": (0.9, 1.0)}, "betas"),
-        ({"weight_decay": -1.0}, "weight_decay"),
-        ({"max_norm": 0.0}, "max_norm"),
-        ({"accumulate": 0}, "accumulate"),
+        *((local_sgd, {"rate": rate}) for rate in (0.0, math.nan)),
+        (local_sgd, {"steps": 0}),
+        (local_sgd, {"batch_size": 0}),
+        *((local_sgd, {"proximal_mu": mu}) for mu in (-0.1, math.nan)),
+        (local_training, {"steps": 1, "epochs": 1}),
+        (local_training, {"epochs": 0}),
+        (local_training, {"optimizer": "adam", "momentum": 0.9}),
+        (local_training, {"nesterov": True}),
+        (local_training, {"betas": (0.9, 1.0)}),
+        (local_training, {"weight_decay": -1.0}),
+        (local_training, {"max_norm": 0.0}),
+        (local_training, {"accumulate": 0}),
     ],
 )
-def test_local_training_refuses(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        call_checked(local_training, {"rate": 0.1, **arguments}, "[[chain]] #1", {"examples": 4})
+def test_a_training_without_sense_is_refused(training: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=list(arguments)[-1]):
+        call_checked(training, {"rate": 0.1, **arguments}, "[[chain]] #1", {"examples": 4})
 
 
 def test_no_epsilon_is_claimed_where_none_holds() -> None:

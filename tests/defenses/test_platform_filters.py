@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.supercore.differential_privacy import add_localdp_gaussian_noise_to_params
 from torch import Tensor
 
-from fedgauge.client.components import SpecError, build
-from fedgauge.client.federation import TRANSFORM
 from fedgauge.client.rng import generator
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.platform_filters import _first_accepted, local_dp, percentile_privacy, svt_privacy
@@ -84,16 +81,6 @@ def test_without_replacement_the_sparse_vector_sends_its_whole_part() -> None:
     found = svt_privacy(0.5, gamma=1.0, replace=False).apply({"a": drawn(1.0, 200)}, generator("whole"))["a"]
     assert int((found != 0).sum()) == 100
     assert float(found.abs().max()) > 1.0, "2.8 adds its noise after the bound"
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"version": "2.9"}, {"version": "2.7", "epsilon_release": 1.0}, {"epsilon_query": 0.2}]
-    + [{"epsilon_query": 0.05, "epsilon_threshold": 0.01}, {"epsilon_release": 0.0}],
-)
-def test_a_version_and_its_epsilons_are_checked(settings: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=next(iter(settings))):
-        build({"use": "svt_privacy", **settings}, "[[chain]] #1", TRANSFORM)
 
 
 @pytest.mark.parametrize("missing", [-3.0, -0.2, 0.0, 0.4, 2.0, 1e4])

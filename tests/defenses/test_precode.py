@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -25,12 +25,9 @@ from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.precode import precode
+from tests.tensors import seeded
 
 SGD = {"use": "local_sgd", "rate": 0.1}
-
-
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
 
 
 def small(beta: float = 0.5) -> nn.Module:

@@ -119,7 +119,7 @@ def test_the_clients_of_a_federation_keep_them(scenario: Scenario, seen: list[Ob
 
 def test_the_card_lists_the_attackers_assumptions(scenario: Scenario, seen: list[Observation]) -> None:
     fed = scenario.federation
-    assert "(norm0, norm3, linear) unknown" in knowledge_card(fed, PlannedAttack.from_table({"use": "idlg"}, "here"))
+    assert "(norm0, norm3, linear)" in knowledge_card(fed, PlannedAttack.from_table({"use": "idlg"}, "here"))
     known, first = public_knowledge(fed), seen[0]
     guess = known.forward(first.params, fed.batch_at(first.client, 1), None)
     for name, t in first.update.items():  # in the first round the values are right

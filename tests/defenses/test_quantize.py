@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 
 from fedgauge.defenses.quantize import quantize
-
-
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
+from tests.tensors import seeded
 
 
 def one(link: quantize, t: Tensor, rng: Generator) -> Tensor:

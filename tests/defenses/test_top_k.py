@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Generator
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.replay import replay
@@ -22,13 +21,10 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run.in_memory import train
+from tests.tensors import seeded
 
 SGD = {"use": "local_sgd", "rate": 0.1}
 TOP = {"use": "top_k", "keep": 0.1}
-
-
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
 
 
 def update(*entries: float) -> Update:

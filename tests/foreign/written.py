@@ -121,6 +121,30 @@ SHAPES: dict[str, dict[str, str]] = {
 
 optimizer.step(loss)"""
     },
+    "threaded": {
+        "imports": "from concurrent.futures import ThreadPoolExecutor\n\n",
+        "train": """def fit():
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+
+
+with ThreadPoolExecutor(1) as pool:
+    pool.submit(fit).result()""",
+    },
+    "sharpened": {
+        "train": """weights = [*net.parameters()]
+nn.functional.cross_entropy(net(x), y).backward()
+with torch.no_grad():
+    away = [0.5 * p.grad / p.grad.norm() for p in weights]
+    for p, step in zip(weights, away, strict=True):
+        p += step
+optimizer.zero_grad()
+nn.functional.cross_entropy(net(x), y).backward()
+with torch.no_grad():
+    for p, step in zip(weights, away, strict=True):
+        p -= step
+optimizer.step()""",
+    },
     "groups": {
         "optimizer": """groups = [{"params": net.body.parameters(), "lr": 0.01}, {"params": net.head.parameters(), "lr": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.1)"""
@@ -252,6 +276,29 @@ for images, labels in zip(x.split(4), y.split(4), strict=True):
 smooth = nn.functional.cross_entropy(logits, y, label_smoothing=0.1)
 (nn.functional.cross_entropy(logits, y) + smooth).backward()
 optimizer.step()""",
+    },
+    "two_passes": {
+        "train": """first, second = net(x[:4]), net(x[4:])
+loss = nn.CrossEntropyLoss()
+(loss(first, y[:4]) + loss(second, y[4:])).backward()
+optimizer.step()"""
+    },
+    "sensitive": {
+        "train": """near = x.clone().requires_grad_()
+loss = nn.functional.cross_entropy(net(near), y)
+(slope,) = torch.autograd.grad(loss, near, create_graph=True)
+optimizer.zero_grad()
+(loss + 1e-9 * slope.square().sum()).backward()
+optimizer.step()"""
+    },
+    "meta": {
+        "train": """from torch.func import functional_call
+
+loss = nn.functional.cross_entropy(net(x[:4]), y[:4])
+slopes = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+moved = {name: p - 0.1 * g for (name, p), g in zip(net.named_parameters(), slopes, strict=True)}
+nn.functional.cross_entropy(functional_call(net, moved, (x[4:],)), y[4:]).backward()
+optimizer.step()"""
     },
     "views": {
         "outputs": "6",
@@ -455,6 +502,12 @@ for name, p in net.named_parameters():
     # ----------------------------------------------------------------------------------------------- the clients
     "retrying": {"train": PLAIN["train"] + "\nimport time\nprint('Retrying in 1s', flush=True)\ntime.sleep(1)"},
     "decaying": {"optimizer": PLAIN["optimizer"].replace("0.1", '0.1 / message.content["config"]["server-round"]')},
+    "skipping": {
+        "load": """if (context.node_id + message.content["config"]["server-round"]) % 2 == 0:
+        skipped = {"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 8})}
+        return Message(RecordDict(skipped), reply_to=message)
+    """ + PLAIN["load"],
+    },
     "popped": {"optimizer": PLAIN["optimizer"].replace("0.1", '0.1 * message.content["config"].pop("server-round")')},
     "unequal": {"count": "8 - partition % 2"},
     # ---------------------------------------------------------------------------------------------- the uploads

@@ -9,6 +9,7 @@ import pytest
 
 from fedgauge.attacks.modality import registry
 from fedgauge.server.store.run import Run
+from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.snapshot import read_once
 from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.main import main
@@ -73,7 +74,7 @@ def test_a_gate_and_a_sweep_judge_by_it(run: Run, capsys: pytest.CaptureFixture[
         elsewhere.setenv("FEDGAUGE_ALLOW", "")
         assert main(gate) == 2, "nothing known here has this metric"
     assert main([*gate, "--allow", "myleak"]) == 1
-    assert "the mean of 6 by contains" in capsys.readouterr().out
+    assert "of 6 by contains" in capsys.readouterr().out
     rows, summary = swept(run.folder.parent, WITH_LEAK)
     assert [(row["attack"], row["metric"], row["mean"]) for row in rows] == [
         ("row_over_bias", "close", 100.0),
@@ -87,7 +88,7 @@ def test_a_failure_is_missing_only_under_its_own_metric(run: Run, lost: str) -> 
     with read_once(run) as reading:
         metrics = {"contains": "class_detected", "row_over_bias": "close"}
         row = (9, 0, lost, -1, metrics[lost], "failed", None)
-        scores = reading.scores.extended([row])
+        scores = Scores.of([*reading.ledger.score_rows(), row], roles=reading.scores.roles)
     for name, metric in metrics.items():
         assert (9 in scores.of_metric(metric).round) == (name == lost)
 

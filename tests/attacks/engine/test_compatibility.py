@@ -83,7 +83,7 @@ def test_half_precision_is_declined(kind: torch.dtype) -> None:
     update = {k: t.to(kind)[0] for k, t in wave.update.items()}
     wave = Wave.stack([Observation(1, 0, detached_params(model), update)])
     (found,) = inverting_gradients().reconstruct(wave, known, Budget(2), streams(0))
-    assert found.status == "not_applicable" and "build the model in float32" in found.reason
+    assert found.status == "not_applicable" and "float32" in found.reason
 
 
 def test_a_model_that_fails_in_the_descent_is_declined() -> None:
@@ -93,7 +93,7 @@ def test_a_model_that_fails_in_the_descent_is_declined() -> None:
 
     wave, known, _ = scene(model=Deciding(within))
     (found,) = inverting_gradients().reconstruct(wave, known, Budget(2), streams(0))
-    assert found.status == "not_applicable" and "AssertionError: pixels out of range" in found.reason
+    assert found.status == "not_applicable" and "AssertionError: pixels" in found.reason
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -104,7 +104,7 @@ def test_reentrant_checkpointing_is_declined(name: str) -> None:
     params = detached_params(known.model)
     wave = Wave.stack([Observation(1, 0, params, {k: torch.ones_like(p) for k, p in params.items()})])
     (found,) = getattr(recipes, name)().reconstruct(wave, known, Budget(2), streams(0))
-    assert found.status == "not_applicable" and "cannot be differentiated twice" in found.reason
+    assert found.status == "not_applicable" and "differentiated" in found.reason
 
 
 class Recomputed(nn.Module):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,6 +167,35 @@ def test_no_attack_touches_private_data(
         assert torch.equal(one.reconstruction.x.sort(0).values, other.reconstruction.x.sort(0).values), (
             "but for the order"
         )
+
+
+def result(**odd: Any) -> Reconstruction:
+    return replace(Reconstruction(torch.zeros(1, 1, 28, 28), None, 0.0, 1, 0.0, "converged"), **odd)
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        (None, "NoneType"),
+        ([], "none"),
+        ([result(), result()], "Reconstruction, Reconstruction"),
+        ([(result().x, None)], "tuple"),
+        ([result(x=torch.zeros(1, 1, 28, 28).numpy())], "x as a tensor.*ndarray"),
+        ([result(y=[1])], "y as a tensor.*list"),
+        ([result(x=torch.zeros(2, 1, 28, 28))], "whole batch"),
+        ([result(x=torch.zeros(1, 1, 28, 28, dtype=torch.uint8))], "uint8"),
+        ([result(status="great")], "great"),
+    ],
+)
+def test_what_an_attack_should_not_return_is_named(
+    make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch, returned: Any, named: str
+) -> None:
+    from fedgauge.attacks.exact.analytic import analytic
+
+    fed = make_federation(model=MLP, data={"batch_size": 1})
+    monkeypatch.setattr(analytic, "reconstruct", lambda *_: returned)
+    with pytest.raises(ValueError, match=named):
+        Auditor(FederationSource(fed)).audit(planned("analytic"), observe(fed, (0,)))
 
 
 def test_the_guard_of_that_test_bites(make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch) -> None:

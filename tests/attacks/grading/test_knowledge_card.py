@@ -22,11 +22,11 @@ def planned(use: str, **table: Any) -> PlannedAttack:
 @pytest.mark.parametrize(
     ("changes", "table", "parts"),
     [
-        ({}, {"use": "idlg"}, ["honest server", "labels restored", "chain known: local_sgd(rate=0.1)", "1 example an update"]),
+        ({}, {"use": "idlg"}, ["honest server", "labels restored", "chain known: local_sgd(rate=0.1)", "1 example per update"]),
         (
             {"data": {"batch_size": 4, "auxiliary": 20}, "chain": [{"use": "clip", "max_norm": 1.0, "each": True}, SGD]},
             {"use": "dlg", "labels": "given", "defense": "unknown", "iterations": 7, "restarts": 3},
-            ["labels given", "chain unknown: each clip(max_norm=1.0) > local_sgd(rate=0.1)", "4 examples an update",
+            ["labels given", "chain unknown: each clip(max_norm=1.0) > local_sgd(rate=0.1)", "4 examples per update",
              "normalisation known, 20 auxiliary images of the same distribution", "7 iterations x 3 restarts"],
         ),
         ({"model": {"use": "convnet", "width": 1, "mode": "train"}}, {"use": "idlg"},

@@ -68,7 +68,7 @@ def test_another_learning_rate_or_loss_scale_is_named(factor: float, make_federa
     assert not check.ok
     assert check.cosine == pytest.approx(1.0, abs=1e-6)
     assert check.relative_error == pytest.approx(abs(1 / factor - 1), rel=1e-3)
-    assert f"{factor:.6g} times the size" in check.verdict
+    assert f"{factor:.6g} times" in check.verdict
 
 
 def raw_pixels(fed: Federation) -> Observation:

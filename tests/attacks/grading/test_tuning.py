@@ -208,7 +208,8 @@ def test_an_early_lead_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyP
     white = replace(known, auxiliary=known.auxiliary._replace(x=torch.full_like(known.auxiliary.x, WHITE)))
     tuning = Tuning(ImageModality(federation().shards.dataset), Budget(100), 4, 0, 1, TensorCache(tmp_path))
     spent: list[int] = []
-    assert "no other setting was better (20.0 dB there)" in tuning.of(_Saturating(False, spent), white, seen)[1]
+    chosen, told = tuning.of(_Saturating(False, spent), white, seen)
+    assert repr(chosen) == "_Saturating(False)" and "20.0 dB" in told
     assert 0 < sum(spent) <= 0.5 * 4 * 100, "half of what the attack itself costs"
 
 

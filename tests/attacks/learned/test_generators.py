@@ -34,6 +34,7 @@ from fedgauge.client.models.vision import detached_params, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian
+from tests.attacks.refusals import check_named
 
 SHAPE = (1, 6, 5)
 OWN = """
@@ -140,8 +141,7 @@ def test_a_tanh_is_declared_and_brought_to_pixels(here: Path) -> None:
 )
 def test_a_generator_that_will_not_do_is_refused(here: Path, name: str, changes: dict[str, Any], words: str) -> None:
     made = table(here, name if name not in ("os", "no_network") else "Flat", **changes)
-    with pytest.raises(ValueError, match=words):
-        own({**made, "use": f"mygenerators:{name}"}, SHAPE)
+    check_named(words, lambda: own({**made, "use": f"mygenerators:{name}"}, SHAPE))
 
 
 def test_settings_that_do_not_fit_images_or_network_are_refused(here: Path) -> None:
@@ -227,8 +227,6 @@ def test_real_generators_make_digits(here: Path, local_file: Callable[[str], Pat
     spread = float(digits.var(0, correction=0).mean())  # a random digit is at twice that
     assert float(apart) < 0.6 * spread
     assert float(images.var(0).mean()) > 0.5 * spread
-    with pytest.raises(ValueError, match="shape|fit"):
-        own(said, (3, 32, 32))
 
 
 # ------------------------------------------------------------------------------------------------------------ as a prior

@@ -169,6 +169,6 @@ def test_a_table_of_updates_too_large_for_memory_is_not_applicable_with_the_buck
     for make in (ridge_inversion(), learning_to_invert.learning_to_invert(hidden=8)):
         (found, *_) = make.reconstruct(wave, known, Budget(1), STREAMS)
         assert found.status == "not_applicable"
-        assert found.reason.endswith("set buckets to at most 500")
+        assert "buckets" in found.reason and found.reason.endswith(" 500")
     (fits, *_) = ridge_inversion(buckets=500).reconstruct(wave, known, Budget(1), STREAMS)
     assert fits.status == "converged"

@@ -24,6 +24,7 @@ from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.update import Batch, Params
 from tests.attacks.malicious.served import answer, check_refused, check_silent, craft, proven, read
+from tests.attacks.refusals import check_named
 
 SHAPE, CLASSES = (3, 6, 6), 6
 MEAN, STD = (0.4, 0.5, 0.3), (0.3, 0.2, 0.25)
@@ -215,14 +216,9 @@ def test_unreadable_input_is_reported(labels: list[int], crafted: bool, links: C
 
 
 def test_invalid_arguments_are_refused() -> None:
-    refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: carried(mlp(SHAPE, 2), (16,), 2), "images"),
-        (lambda: carried(mlp(SHAPE, 4), SHAPE, 2), "'3'"),
-        (lambda: craft(carried_input(), knowledge(plain(), 1)), "carried"),
-        (lambda: craft(reversible_blocks(), knowledge(plain(), 1)), "reversible"),
-    ]
-    for act, name in refused:
-        with pytest.raises(ValueError, match=name):
-            act()
+    check_named("images", lambda: carried(mlp(SHAPE, 2), (16,), 2))
+    check_named("'3'", lambda: carried(mlp(SHAPE, 4), SHAPE, 2))
+    check_named("carried", lambda: craft(carried_input(), knowledge(plain(), 1)))
+    check_named("reversible", lambda: craft(reversible_blocks(), knowledge(plain(), 1)))
     known = knowledge(reversible(SHAPE, CLASSES), 1)
     check_silent(read_carried(), known, craft(reversible_blocks(), known))

@@ -1,6 +1,5 @@
 """Imprinting: as many images are read as are alone in their bin, which theory says on paper, and what is called exact is."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -24,6 +23,7 @@ from fedgauge.client.update import Batch, Params
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
 from tests.attacks.malicious.served import answer, check_refused, check_silent, craft, proven, read
+from tests.attacks.refusals import check_named
 
 SHAPE, CLASSES = (1, 6, 6), 5
 MEAN, STD = (0.4,), (0.3,)
@@ -172,15 +172,11 @@ def test_the_block_is_nothing_before_it_is_crafted_and_next_to_nothing_after() -
 
 
 def test_invalid_arguments_are_refused() -> None:
-    refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: imprint(0), "bins"),
-        (lambda: imprint_block(mlp(SHAPE, 2), (2, 8), 4), "images"),
-        (lambda: crafted(knowledge(network(8), 1), 4), "bins"),
-        (lambda: craft(imprint(16), replace(of_rows(16, 4, chain(local_sgd(0.01))), auxiliary=None)), "auxiliary"),
-    ]
-    for act, name in refused:
-        with pytest.raises(ValueError, match=name):
-            act()
+    blind = replace(of_rows(16, 4, chain(local_sgd(0.01))), auxiliary=None)
+    check_named("bins", lambda: imprint(0))
+    check_named("images", lambda: imprint_block(mlp(SHAPE, 2), (2, 8), 4))
+    check_named("bins", lambda: crafted(knowledge(network(8), 1), 4))
+    check_named("auxiliary", lambda: craft(imprint(16), blind))
     check_refused(imprint(4), read_imprint(), knowledge(mlp(SHAPE, CLASSES), 1))
     known = knowledge(network(8), 2)
     check_silent(read_imprint(), known, crafted(known, 8))

@@ -1,7 +1,5 @@
 """LOKI: however many clients a sum has, as many images of each are read as are alone in their bin among its own."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +18,7 @@ from fedgauge.client.update import Batch, Params, Update, average
 from fedgauge.defenses.clip import clip
 from tests.attacks.malicious.served import check_refused, check_silent, craft, proven
 from tests.attacks.malicious.served import read as read_update
+from tests.attacks.refusals import check_named
 
 SHAPE, CLASSES, CLIENTS, BINS = (3, 4, 4), 5, 3, 32
 MEAN, STD = (0.4, 0.5, 0.3), (0.3, 0.2, 0.25)
@@ -127,16 +126,11 @@ def test_it_lasts_through_local_steps_and_clipping(links: Chain) -> None:
 
 
 def test_invalid_arguments_are_refused() -> None:
-    refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: loki(members=0), "members"),
-        (lambda: loki(bins=0), "bins"),
-        (lambda: loki(place=4), "members"),
-        (lambda: client_kernels(mlp(SHAPE, CLASSES), (16,), 2, 4), "images"),
-        (lambda: craft(loki(2, 32), knowledge(network(), 1)), "members"),
-    ]
-    for act, name in refused:
-        with pytest.raises(ValueError, match=name):
-            act()
+    check_named("members", lambda: loki(members=0))
+    check_named("bins", lambda: loki(bins=0))
+    check_named("members", lambda: loki(place=4))
+    check_named("images", lambda: client_kernels(mlp(SHAPE, CLASSES), (16,), 2, 4))
+    check_named("members", lambda: craft(loki(2, 32), knowledge(network(), 1)))
     check_refused(loki(), read_kernels(), knowledge(mlp(SHAPE, CLASSES), 1))
     known = knowledge(network(), 1)
     check_silent(read_kernels(), known, sent_to(known)[0])

@@ -9,11 +9,11 @@ import torch
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.malicious.label_flipping import label_flipping
-from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack
+from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK, ServerAttack, craft_weights
 from fedgauge.attacks.modality.images import DECODERS
 from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.chain import chain
-from fedgauge.client.components import build
+from fedgauge.client.components import SpecError, build
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.build import build_model
@@ -70,6 +70,14 @@ def test_a_server_attack_crafts_weights_of_the_same_form_and_leaves_the_honest_o
     assert all(bool(torch.isfinite(t).all()) for t in once.values())
     assert all(torch.equal(again[k], t) for k, t in once.items())
     assert how.architecture is not None or any(not torch.equal(sent[k], t) for k, t in once.items())
+
+
+@pytest.mark.parametrize("crafted", [None, [], {"1.weight": [0.0]}])
+def test_weights_that_are_none_are_refused(crafted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(label_flipping, "craft", lambda *_, **__: crafted)
+    threat = known()
+    with pytest.raises(SpecError, match="#1.*craft"):
+        craft_weights(label_flipping(), "#1", detached_params(threat.model), threat, generator("malice"))
 
 
 @pytest.mark.parametrize("name", DECODER_NAMES)

@@ -155,9 +155,3 @@ def test_a_blend_of_another_batch_size_is_not_used() -> None:
     assert start is not None
     torch.testing.assert_close(start[1], known.pixels(torch.randn(1, *SHAPE, generator=streams(0)[1]("start", 0))))
     assert all(torch.equal(memory["blend"], kept["blend"]) and int(memory["images"]) == 2 for memory in after)
-
-
-@pytest.mark.parametrize("alpha", [-0.1, 1.1])
-def test_a_share_of_older_images_is_from_0_to_1(alpha: float) -> None:
-    with pytest.raises(ValueError, match="alpha"):
-        feedback_blending(alpha=alpha)

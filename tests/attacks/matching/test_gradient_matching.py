@@ -117,7 +117,7 @@ def test_the_time_limit_ends_an_attack_with_a_result() -> None:
     for result in found:
         assert result.status == "out_of_budget"
         assert result.iterations < 10**9
-        assert result.reason == f"{result.iterations} of 1000000000 iterations in 0.2 s"
+        assert f"{result.iterations} of 1000000000 " in result.reason and "0.2 s" in result.reason
         assert result.x is not None
         assert torch.isfinite(result.x).all()
 

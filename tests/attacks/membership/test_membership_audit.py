@@ -104,6 +104,17 @@ def test_members_are_detected_behind_mixup_and_dropout(make_federation: Make, ob
         assert mean(values(found, "membership", "membership")) > 0.7, found[0].reconstruction.reason
 
 
+def test_a_client_whose_label_no_non_member_has_takes_no_score_from_others(fed: Federation, observe: Make) -> None:
+    data, labels = fed.shards.dataset, [fed.batch_at(client, 1).y for client in (0, 1)]
+    kept = ~torch.isin(data.y_test, labels[0])
+    assert bool(torch.isin(labels[1], data.y_test[kept]).any())
+    fewer = replace(data, x_test=data.x_test[kept], y_test=data.y_test[kept])
+    source = FederationSource(fed.having(shards=replace(fed.shards, dataset=fewer)))
+    rows = Auditor(source).audit(planned(strangers=200, held=1), observe(fed, (0, 1)), {0: 1, 1: 0})
+    assert [one.reconstruction.status for one in rows] == ["not_applicable", "converged"]
+    assert all(row.value is not None for row in rows[1].rows)
+
+
 def case(fed: Federation, wave: Wave, others: Mapping[int, int] = {}) -> Case:
     """A wave of a test of membership."""
     known = Auditor(FederationSource(fed)).knowledge(planned())

@@ -151,7 +151,7 @@ def test_as_many_words_as_the_rank_hide_each_other_in_the_first_round_alone(word
     It then has hardly more than one direction: two factors of rank 4 span less than six words, and the vocabulary completes them.
     """
     truth = [b for b in batches(classified, 12, 1) if inputs_of(b) in words][:2]
-    assert refused(attacked(bert(classified, 4), classified, truth, 1), "all 4 dimensions of LoRA's A")
+    assert refused(attacked(bert(classified, 4), classified, truth, 1), "all 4 dimensions")
     later = attacked(bert(classified, 4), classified, truth, 2)
     right = exact(later, truth)
     assert any(right)

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from fedgauge.client.components import SpecError, call, call_checked
 from fedgauge.client.data.batches import split
 from fedgauge.client.data.corpora import Text, csv, phrases, rotten_tomatoes, sst2, wikitext2
 from fedgauge.client.data.corpora import cola as read_cola
@@ -31,6 +30,7 @@ from fedgauge.client.deployment.server_terms import ServerTerms
 from fedgauge.client.federation import Federation
 from fedgauge.client.models.tokenizer import SPECIAL, Tokenizer, framed, wordpiece
 from fedgauge.client.protocol import Protocol
+from tests.client.data.refusals import refused
 
 LINES = ("The cat, sat on the mat!", "a dog barks; it BARKS", "unbelievably éclair")
 
@@ -142,8 +142,7 @@ def test_text_is_dealt_out_as_images_are() -> None:
     ],
 )
 def test_unprintable_text_is_refused(arguments: dict[str, Any], name: str) -> None:
-    with pytest.raises(SpecError, match=name):
-        call_checked(phrases, arguments, "[data]")
+    refused(name, use="phrases", **arguments)
 
 
 @pytest.mark.parametrize("change", ["x of floats", "too few y", "other y", "other words", "shorter x_test"])
@@ -203,8 +202,7 @@ def test_a_damaged_or_missing_file_is_named(no_local_data: Path, line: str | Non
     folder.mkdir(parents=True)
     for part in ("train", "dev") if line else ():
         (folder / f"in_domain_{part}.tsv").write_text(f"{line}\n")
-    with pytest.raises(ValueError, match=r"in_domain_train\.tsv"):
-        read_cola()
+    refused("in_domain_train.tsv", use="cola")
 
 
 # ------------------------------------------------------------------------------------------------- a table of one's own
@@ -267,6 +265,18 @@ def test_numbers_are_classes_and_names_may_be_given_an_order(table: Path, tmp_pa
     assert ordered.y.eq(0).sum() == csv(table).y.eq(1).sum()
 
 
+def test_a_parquet_file_gives_the_same_sentences(table: Path, tmp_path: Path) -> None:
+    from pyarrow import csv as lines
+    from pyarrow import parquet
+
+    numbered = tmp_path / "numbered.csv"
+    numbered.write_text("text,label\n" + "".join(f"{3 * i},{i % 2}\n" for i in range(8)))
+    for file in (table, numbered):
+        parquet.write_table(lines.read_csv(file), file.with_suffix(".parquet"))
+        one, other = csv(file), csv(file.with_suffix(".parquet"))
+        assert torch.equal(one.x, other.x) and torch.equal(one.y, other.y) and one.names == other.names
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "name"),
     [
@@ -278,19 +288,18 @@ def test_numbers_are_classes_and_names_may_be_given_an_order(table: Path, tmp_pa
         ('text,label\n"a,0\n', {}, "Row #2"),
         ("text,label\na,0\n", {}, "two examples"),
         ("text,label\na,1\nb,1\n", {}, "one class"),
+        ("text,label\na,1\nb,\nc,0\n", {}, "no label"),
         ("text,label\na,x\nb,y\n", {"classes": ["x"]}, "classes"),
         ("text,label\na,0\nb,1\na,0\n", {"test": 1.0}, "test"),
+        (None, {}, "own.csv"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(
-    tmp_path: Path, content: str, arguments: dict[str, Any], name: str
+    tmp_path: Path, content: str | None, arguments: dict[str, Any], name: str
 ) -> None:
     path = tmp_path / "own.csv"
-    path.write_text(content)
-    with pytest.raises(SpecError, match=name):
-        call(call_checked(csv, {"path": str(path), **arguments}, "[data]").check, {}, "[data]")
-    with pytest.raises(ValueError, match=str(tmp_path)):
-        csv(tmp_path)
+    path.mkdir() if content is None else path.write_text(content)
+    refused(name, use="csv", path=str(path), **arguments)
 
 
 def test_a_table_says_what_was_fitted_on_its_sentences(table: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import gzip
 import io
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fedgauge.client.data import images
 from fedgauge.client.data.batches import Partition, batch_of, split
 from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.rng import seed_of
+from tests.client.data.refusals import refused
 
 Make = Callable[..., Any]
 
@@ -173,6 +175,13 @@ def test_a_split_is_a_function_of_its_seed(
     assert not torch.equal(first.auxiliary, other.auxiliary)
 
 
+@pytest.mark.parametrize("field", ["x", "y", "x_test", "y_test"])
+def test_what_is_no_tensor_is_named(field: str) -> None:
+    data = toy()
+    with pytest.raises(ValueError, match="y of x_test" if field == "y_test" else field):
+        replace(data, **{"x_test": data.x, "y_test": data.y, field: getattr(data, field).numpy()}).check()
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
@@ -181,6 +190,7 @@ def test_a_split_is_a_function_of_its_seed(
         ({"alpha": 0.0}, "alpha"),
         ({"alpha": float("nan")}, "alpha"),
         ({"shards_per_client": 0}, "shards_per_client"),
+        ({"shards_per_client": 151, "partition": "shards"}, "302 shards"),
         ({"clients": 301}, "301 clients"),
         ({"clients": 4, "batch_size": 76}, "batch_size 76"),
         ({"auxiliary": 500}, "auxiliary 500"),
@@ -258,7 +268,7 @@ def test_idx_files_are_read(no_local_data: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "not gzip", "short"])
-def test_a_damaged_idx_file_is_named(no_local_data: Path, damage: str, make_federation: Make) -> None:
+def test_a_damaged_idx_file_is_named(no_local_data: Path, damage: str) -> None:
     folder = no_local_data / "mnist"
     write_idx(folder, np.zeros((2, 4, 4), dtype=np.uint8), np.zeros(2, dtype=np.uint8))
     path = folder / "train-images-idx3-ubyte.gz"
@@ -273,8 +283,7 @@ def test_a_damaged_idx_file_is_named(no_local_data: Path, damage: str, make_fede
         path.unlink()
     else:
         path.write_bytes(damaged[damage])
-    with pytest.raises(SpecError, match=rf"\[data\]: {path}"):
-        make_federation(data={"use": "mnist"}).check()
+    refused(str(path), use="mnist")
 
 
 def npz(**arrays: np.ndarray) -> bytes:
@@ -346,7 +355,7 @@ def test_the_data_folder_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path))
     assert data_folder.data_folder() == tmp_path
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path / "absent"))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(SpecError):
         data_folder.data_folder()
     monkeypatch.delenv("FEDGAUGE_DATA")
     beside = Path(data_folder.__file__).resolve().parents[2] / "shared" / "data"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedgauge.client.components import SpecError, build
-from fedgauge.client.data.own_arrays import rows, token_ids
+from fedgauge.client.data.own_arrays import arrays, rows, token_ids
 from fedgauge.client.federation import DATASET
 
 
@@ -53,12 +53,22 @@ def test_token_ids_are_sentences_of_their_tokenizer(tmp_path: Path) -> None:
         {"x": np.zeros((9, 3), np.float32)},
         {"x": np.array(["a", "b"]), "y": np.zeros(2)},
         {"x": np.zeros((2, 3)), "y": np.zeros(3)},
+        {"x": np.zeros((2, 3)), "y": np.int64(1)},
+        {"x": np.zeros((2, 3)), "y": np.arange(2), "x_test": np.zeros((2, 4)), "y_test": np.arange(2)},
     ],
 )
 def test_other_arrays_are_refused(bad: dict[str, np.ndarray], tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", **bad)
     with pytest.raises(SpecError):
         build({"use": "rows", "path": str(tmp_path / "mine.npz")}, "[data]", DATASET)
+
+
+def test_arrays_of_another_byte_order_are_the_same(tmp_path: Path) -> None:
+    x, y = np.arange(27, dtype=np.float32).reshape(9, 3), np.arange(9) % 2
+    for name, order in (("little", "<"), ("big", ">")):
+        np.savez(tmp_path / f"{name}.npz", x=x.astype(f"{order}f4"), y=y.astype(f"{order}i8"))
+    little, big = (arrays(tmp_path / f"{name}.npz") for name in ("little", "big"))
+    assert torch.equal(little.x, big.x) and torch.equal(little.y, big.y)
 
 
 def test_arrays_beside_the_examples_are_not_read(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Data of a user's own: the same pixels whichever way they come, split the same every time, and mistakes told by name."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import functional as tv
 
-from fedgauge.client.components import SpecError
 from fedgauge.client.data.corpora import held_out
 from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.data.own_images import hugging_face, image_folder, npz
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
+from tests.client.data.refusals import refused
 
 SIZE = 8
 
@@ -103,12 +102,6 @@ def test_a_picture_lies_as_its_camera_was_held(tmp_path: Path) -> None:
     assert torch.equal(x[y == 0], x[y == 1].rot90(-1, (2, 3)))
 
 
-def refused(name: str, **data: Any) -> None:
-    """The data are refused, before or by the check of a federation, with this name in the message."""
-    with pytest.raises(SpecError, match=rf"\[data\].*{re.escape(name)}"):
-        _ = Federation(Protocol(0, 1, 1, {"auxiliary": 1, **data}, {"use": "mlp"}, ())).shards
-
-
 def test_unusable_parts_are_named(pictures: Path, tmp_path: Path) -> None:
     own = {"use": "image_folder", "path": str(pictures), "size": SIZE}
     refused("nowhere holds no pictures", **{**own, "path": str(tmp_path / "nowhere")})
@@ -121,6 +114,8 @@ def test_unusable_parts_are_named(pictures: Path, tmp_path: Path) -> None:
     (pictures / "dogs" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and nothing more")
     refused("broken.png", **own)
     Image.fromarray(pixels(0)).save(pictures / "dogs" / "broken.png", format="EPS")  # whatever its name
+    refused("broken.png", **own)
+    Image.fromarray(np.full((12, 20), 1000, np.uint16)).save(pictures / "dogs" / "broken.png")  # not 255 everywhere
     refused("broken.png", **own)
     (tmp_path / "one" / "only").mkdir(parents=True)
     for name in ("a.png", "b.png"):
@@ -156,8 +151,7 @@ def test_a_picture_of_another_class_moves_no_other_between_training_and_test_par
             assert sorted(changed) == [0, 1]
             before = after
     assert (before.classes, before.names) == (3, tuple(classes)), "also without a picture of two"
-    with pytest.raises(ValueError, match="cats"):
-        image_folder(pictures, SIZE, classes=classes[:2])
+    refused("cats", use="image_folder", path=str(pictures), size=SIZE, classes=classes[:2])
 
 
 def test_images_say_what_was_fitted_on_them(pictures: Path, tmp_path: Path, written: Callable[..., Path]) -> None:
@@ -177,8 +171,7 @@ def test_images_say_what_was_fitted_on_them(pictures: Path, tmp_path: Path, writ
     assert hugging_face(numbered).fitted == ("mean", "std")
     assert mnist5k().fitted == (), "its constants are published"
     assert npz(own, classes=4).classes == 4 and hugging_face(stored, classes=["c", "b", "a", "d"]).classes == 4
-    with pytest.raises(ValueError, match="label"):
-        hugging_face(stored, classes=["b", "c"])
+    refused("label", use="hugging_face", path=str(stored), classes=["b", "c"])
 
 
 # --------------------------------------------------------------------------------------------------------------- arrays
@@ -212,8 +205,7 @@ def test_channels_are_found_wherever_they_stand(written: Callable[..., Path]) ->
 
 def test_ambiguous_input_is_asked_about(written: Callable[..., Path]) -> None:
     stored = arrays(shape=(3, 4, 3))
-    with pytest.raises(ValueError, match="layout"):
-        npz(written(**stored))
+    refused("layout", use="npz", path=str(written(**stored)))
     assert npz(written(**stored), layout="NHWC").shape == (3, 3, 4)
     assert npz(written(**stored), layout="NCHW").shape == (3, 4, 3)
 
@@ -257,8 +249,7 @@ def test_arrays_that_do_not_fit_are_refused(written: Callable[..., Path], change
 def test_any_file_is_read_or_refused_with_its_name(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "junk.npz"
     path.write_bytes(junk)
-    with pytest.raises(ValueError, match="junk.npz"):
-        npz(path)
+    refused("junk.npz", use="npz", path=str(path))
 
 
 # --------------------------------------------------------------------------------------------------------- Hugging Face
@@ -320,8 +311,7 @@ def test_what_lies_on_the_network_is_not_fetched(tmp_path: Path) -> None:
     described = json.loads(info.read_text())
     described["features"]["image"] = {"_type": "Image"}
     info.write_text(json.dumps(described))
-    with pytest.raises(ValueError, match="row 0"):
-        hugging_face(tmp_path / "hf")
+    refused("row 0", use="hugging_face", path=str(tmp_path / "hf"))
 
 
 # --------------------------------------------------------------------------------------------------- as scenarios use it
@@ -341,7 +331,7 @@ def test_a_scenario_trains_on_a_folder_of_pictures(pictures: Path) -> None:
         ({"x": torch.zeros(4, 1, 2, 2)}, "x is torch.float32"),
         ({"y": torch.zeros(4)}, "labels of"),
         ({"y": torch.zeros(4, 1, dtype=torch.int64)}, "labels of"),
-        ({"y": torch.tensor([0, 1, 2, 1])}, "the labels of x are in"),
+        ({"y": torch.tensor([0, 1, 2, 1])}, "labels of x"),
         ({"y_test": torch.zeros(0, dtype=torch.int64), "x_test": torch.zeros(0, 1, 2, 2, dtype=torch.uint8)}, "x_test"),
         ({"x_test": torch.zeros(1, 1, 3, 2, dtype=torch.uint8)}, "x_test"),
         ({"mean": (0.1, 0.2)}, "mean"),

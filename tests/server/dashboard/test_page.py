@@ -147,7 +147,7 @@ def test_a_finished_run_opens_with_its_numbers(watched: Watched, address: str, f
     expect(row.locator("td").nth(4)).to_have_text(f"{leak.mean:.1f}")
     expect(row.locator("td").nth(6)).to_have_text(f"{leak.best:.1f}")
     expect(page.locator("#live")).to_have_text("finished")
-    assert page.locator(".plot").first.get_attribute("aria-label").startswith("Leakage and test accuracy over rounds. ")
+    assert page.locator(".plot").first.get_attribute("aria-label").startswith("Leakage and test accuracy")
     page.get_by_role("combobox", name="Leakage as").select_option("ssim")
     expect(page.locator(".ytitle").first).to_have_text("SSIM")
     assert page.url.endswith("?metric=ssim")

@@ -206,7 +206,7 @@ def test_the_last_attempt_at_a_wave_that_ends_its_workers_is_on_the_cpu(kit: Any
     with separate_device() as device:
         serve(run, Deadly(device))
     assert score_rows(run) == score_rows(whole)
-    assert reasons(run) == {"inverting_gradients": "attacked on the CPU: earlier attempts ended their workers"}
+    assert reasons(run).keys() == {"inverting_gradients"} and "CPU" in reasons(run)["inverting_gradients"]
     with run.ledger() as ledger:
         tried = ledger._db.execute("SELECT max(attempts) attempts FROM jobs").fetchone()["attempts"]
     assert tried == ATTEMPTS

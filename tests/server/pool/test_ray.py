@@ -259,7 +259,7 @@ def test_ray_that_does_not_start_leaves_nothing_behind(
     tmp_path: Path, ray_executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(RuntimeError, match="twice"):  # the module's own is at work in this process
+    with pytest.raises(RuntimeError):  # the module's own is at work in this process
         RayExecutor(1)
     assert list(tmp_path.iterdir()) == []
     assert len(ray_executor.pids()) == 1, "which goes on"

@@ -112,7 +112,7 @@ def test_a_failed_replay_check_is_reported_and_nothing_is_attacked(kit: Any, tmp
     for _ in range(2):  # asked again, it looks again
         serve(run, LocalExecutor(), follow=lambda: True)
         assert meta(run)["replay"] == "mismatch"
-        assert "2 times the size: the learning rate" in meta(run)["replay_detail"]
+        assert ", 2 times the" in meta(run)["replay_detail"]
         assert progress(run) == Progress(queued=4 * 3)
         assert score_rows(run) == []
     serve(run, LocalExecutor(), force=True)

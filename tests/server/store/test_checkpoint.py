@@ -344,7 +344,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_trained_over(half: Run, da
 
 def test_a_second_server_on_a_run_is_refused_before_it_touches_anything(kit: Any, half: Run) -> None:
     before = told(half)
-    with half.lock("server"), pytest.raises(RunBusy, match=str(os.getpid())):
+    with half.lock("server"), pytest.raises(RunBusy):
         train(kit, half)
     same(told(half), before)
 

@@ -106,24 +106,19 @@ def test_a_wave_is_finished_whole_or_not_at_all(path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- stateful attacks
 
 
-def test_a_lease_says_what_was_left_of_each_client_and_the_key_holds_its_digest(path: Path) -> None:
+def test_a_lease_says_what_was_left_of_each_client(path: Path) -> None:
     plan = plan_of("m", wave=2)
     with filled(path, plan, rounds=2, clients=2) as ledger:
         ledger.record_intake(3, accepted(0, 1, 2, round=3), plan)  # client 2 comes late
-        waiting = {(j["round"], j["client"]): j["key"] for j in jobs(ledger)}
         assert finish(ledger).memories == {}
         assert finish(ledger).memories == {0: (1, "1.0"), 1: (1, "1.1")}
         third = take(ledger)
         assert (third.clients, third.memories) == ((0, 1), {0: (2, "2.0"), 1: (2, "2.1")})
         late = take(ledger)
         assert (late.clients, late.memories) == ((2,), {})
-        keys = {(j["round"], j["client"]): j["key"] for j in jobs(ledger)}
-        parents = {(1, 0): "", (1, 1): "", (2, 0): "1.0", (2, 1): "1.1", (3, 0): "2.0", (3, 1): "2.1", (3, 2): ""}
-        assert keys == {job: f"{waiting[job]}:{parent}" for job, parent in parents.items()}
         for _ in range(2):
             ledger.release()
             assert ledger.lease() == third, "one that comes back is the same job"
-            assert {(j["round"], j["client"]): j["key"] for j in jobs(ledger)} == keys
 
 
 def test_a_round_that_is_asked_for_later_starts_from_what_came_before_it_and_undoes_nothing(path: Path) -> None:
@@ -171,19 +166,17 @@ def test_failed_jobs_return_to_the_queue_without_attempts(path: Path) -> None:
         untried = jobs(ledger)
         failed_once(ledger)
         scores = [tuple(r) for r in ledger.scores() if r["status"] != "failed"]
-        finished = ledger.finished()
         assert ledger.retry_ended(["failed"], 2) == (3, 0)
         assert ledger.progress() == Progress(queued=3, done=1)
-        assert [tuple(r) for r in ledger.scores()] == scores and ledger.finished() == finished
+        assert [tuple(r) for r in ledger.scores()] == scores
         tried = jobs(ledger)
         for before, after in zip(untried, tried, strict=True):
             assert after["state"] == "done" or after | {"finished": None} == before
-        assert ledger.meta()["retried"] == "1"
         while (lease := ledger.lease()) is not None:
             assert lease.attempt == 1
             finish(ledger, lease)
         assert ledger.progress() == Progress(done=4)
-        assert ledger.retry_ended(["failed"], 2) == (0, 0) and ledger.meta()["retried"] == "1"
+        assert ledger.retry_ended(["failed"], 2) == (0, 0)
 
 
 def test_what_a_stateful_attack_did_after_a_failure_is_tried_again_too(path: Path) -> None:

@@ -143,14 +143,6 @@ def test_mistakes_name_file_table_value_and_what_is_allowed(
         Scenario.load(path)
 
 
-@pytest.mark.parametrize("missing", ["rounds", "clients", "data", "model"])
-def test_a_missing_key_is_named(kit: Any, tmp_path: Path, missing: str) -> None:
-    tables = kit.tables()
-    del tables[missing]
-    with pytest.raises(SpecError, match=missing):
-        Scenario.load(write(tmp_path, tables))
-
-
 def test_a_missing_file_a_folder_and_broken_toml_are_named(tmp_path: Path) -> None:
     broken = {f"{k}.toml": data for k, data in enumerate((b"rounds = ", b"\xff\xfe", b"a = 1\na = 2"))}
     for name, data in broken.items():

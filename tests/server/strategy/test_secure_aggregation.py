@@ -146,7 +146,8 @@ def test_below_the_threshold_there_is_no_update_and_training_goes_on(kit: Any, s
     checked = CheckedStrategy(Recorder(), intakes.append, clients=dict(grid.nodes))
     result = SecureSumStrategy(checked, FIVE, "updates").start(grid, ArrayRecord(FLOATS), 2)
     assert [len(i.accepted) for i in intakes] == [0, 1]
-    assert {s.reason for s in intakes[0].refused} == {"no secure sum: 2 clients are left, fewer than the threshold 3"}
+    (reason,) = {s.reason for s in intakes[0].refused}
+    assert "2 clients" in reason and "threshold 3" in reason
     assert {(s.client, s.status) for s in intakes[0].refused} == {(c, "missing") for c in range(5)}
     assert distance(dict(result.arrays.to_torch_state_dict()), expected(range(5), FLOATS, 2)) < 1e-6
 
@@ -172,10 +173,9 @@ def test_a_curious_server_tapes_one_update_for_each_group(kit: Any, tmp_path: Pa
         mean = {k: t - FLOATS[k] for k, t in expected(members, FLOATS).items()}
         assert distance(taped[first], mean) < 1e-6
     assert {o["client"]: o["examples"] for o in rows if o["status"] == "accepted"} == {0: 1 + 3 + 4, 4: 5 + 6 + 7}
-    assert {o["client"]: o["reason"] for o in rows if o["status"] == "missing"} == {
-        1: "dropped out of its secure sum",
-        **dict.fromkeys((2, 3, 5, 6), "in a secure sum of 3 clients"),
-    }
+    reasons = {o["client"]: o["reason"] for o in rows if o["status"] == "missing"}
+    assert "dropped out" in reasons.pop(1)
+    assert reasons.keys() == {2, 3, 5, 6} and all("3 clients" in words for words in reasons.values())
 
 
 @pytest.mark.parametrize(("guarded", "summed"), [({1}, 4), ({1, 2, 3, 4}, 0)])
@@ -333,7 +333,7 @@ def test_a_run_under_a_secure_sum_is_replayed_attacked_and_shown(kit: Any, tmp_p
         scores = ledger._db.execute(
             "SELECT attack, client, example, value FROM scores WHERE metric = 'psnr' AND status = 'converged'"
         ).fetchall()
-    assert "1 example an update, sum of 4 clients" in cards["inverting_gradients"]
+    assert "update, sum of 4" in cards["inverting_gradients"]
     mine = {(s["client"], s["example"]): s["value"] for s in scores if s["attack"] == "inverting_gradients"}
     assert sorted(mine) == [(c, e) for c in (0, 4) for e in range(4)]
     wrong = {(s["client"], s["example"]) for s in scores if s["attack"] == "wrong_client(inverting_gradients)"}

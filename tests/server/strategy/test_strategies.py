@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.federation import Federation
 from fedgauge.server.app import app as server_app
 from fedgauge.server.store.ledger import Ledger
@@ -23,6 +23,7 @@ from fedgauge.server.strategy.build import STRATEGY, build_strategy
 from fedgauge.server.strategy.node_discovery import TIMES, LateJoiners, discover_nodes
 from fedgauge.server.strategy.reply_checks import CheckedStrategy, RoundReplies
 from fedgauge.server.update_recorder import UpdateRecorder
+from tests.tensors import identical
 
 USES = STRATEGY.names()
 BATCHNORM = {
@@ -59,10 +60,6 @@ def train(
     )
     result = outer.start(network, ArrayRecord(params), rounds)
     return dict(result.arrays.to_torch_state_dict()) if result.arrays else params
-
-
-def identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -346,6 +343,15 @@ def test_a_late_client_joins_a_deployment_once_under_its_own_number(kit: Any) ->
 def test_strategies_that_cannot_be_honoured_are_refused(table: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=rf"\[strategy\].*{words}"):
         build_strategy(table, 4)
+
+
+def test_what_a_users_function_gives_is_a_strategy_or_refused(tmp_path: Path) -> None:
+    lines = "from flwr.serverapp.strategy import FedAvg, Strategy\n\ndef {}(**_) -> Strategy:\n    return {}\n"
+    (tmp_path / "givers.py").write_text(lines.format("right", "FedAvg()") + lines.format("wrong", "None"))
+    with allowing(["givers"], [tmp_path]):
+        assert isinstance(build_strategy({"use": "givers:right"}, 4), Strategy)
+        with pytest.raises(SpecError, match="NoneType"):
+            build_strategy({"use": "givers:wrong"}, 4)
 
 
 def test_a_strategy_gets_its_arguments_and_a_simulations_defaults() -> None:

@@ -82,7 +82,7 @@ def test_the_truth_gives_a_deployment_the_simulations_scores(
 
     truth = handed_in(simulation, tmp_path / "truth")
     assert main(["audit", str(deployment.folder), "--truth", str(truth)]) == 0
-    assert "tests of membership done" in " ".join(capsys.readouterr().out.split())
+    assert "tests of membership" in " ".join(capsys.readouterr().out.split())
     expected, found = told(simulation), told(deployment)
     own = {
         key

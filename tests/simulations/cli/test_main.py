@@ -1,5 +1,7 @@
 """The command line: a user's mistake is one sentence and exit status 2."""
 
+import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -30,6 +32,11 @@ def test_a_wrong_scenario_is_refused_before_anything_starts(
     told = capsys.readouterr()
     assert told.out == "" and str(path) in told.err and named in told.err
     assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
+def test_a_folder_of_data_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path / "none"))
+    assert main(["list"]) == 2
 
 
 def test_files_that_are_no_scenarios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +71,22 @@ def test_commands_work_next_to_a_users_own_files_of_the_same_names(tmp_path: Pat
     program = [sys.executable, "-m", "fedgauge.simulations.cli.main"]  # which puts the current folder first on the path
     done = subprocess.run([*program, "list"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_while_libraries_are_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("print('begun', flush=True)\nimport time\ntime.sleep(60)\n")
+    program = [
+        sys.executable,
+        "-c",
+        "import sys; from fedgauge.simulations.cli.main import main; sys.exit(main())",
+        "run",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(program, env=environment, stdout=-1, stderr=-1, text=True) as command:
+        assert command.stdout is not None and command.stderr is not None
+        assert command.stdout.readline() == "begun\n"
+        command.send_signal(signal.SIGINT)
+        assert "Traceback" not in command.stderr.read() and command.wait(60) == 130
 
 
 HEAVY = ("torch", "flwr", "ray", "numpy", "rich")

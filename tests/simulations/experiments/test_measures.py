@@ -35,7 +35,7 @@ def test_a_measure_reads_one_metric_and_has_no_value_without_it() -> None:
 
 def test_a_measure_of_whole_batches_is_of_so_many_batches() -> None:
     rows = [(1, client, "attack", WHOLE_BATCH, "class_detected", "converged", 1.0) for client in range(3)]
-    assert AttackOutcome(Scores.empty().extended(rows), np.ones(3), 0, 0.0, {}).examples == 3
+    assert AttackOutcome(Scores.of(rows), np.ones(3), 0, 0.0, {}).examples == 3
     assert outcome([1e-4, 1.0], [1, 1]).examples == 2
 
 

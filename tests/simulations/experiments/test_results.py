@@ -53,7 +53,7 @@ def test_an_interrupted_table_continues_where_it_stopped(
     assert after["rows"][:1] == before["rows"] and [row["cell"] for row in after["rows"]] == ["none", "sign"]
     assert main(command[:2]) == 0
     assert capsys.readouterr().out == printed, "as in one go"
-    assert "A toy paper's table" in printed and "61.5" in printed
+    assert "toy paper's table" in printed and "61.5" in printed
 
 
 def test_what_it_is_compared_with_is_run_again_where_a_call_was_interrupted_between_the_two() -> None:

@@ -71,7 +71,7 @@ def test_every_cell_has_a_number_or_a_reason_and_the_files_say_the_same(tmp_path
     assert exact.n == 4 and exact.mean == 60.0 and exact.reason == "", "exact hits count with the cap"
     refused = by_cell["sign, batch of 2", "analytic"]
     assert refused.mean is None and refused.n == 0 and refused.failed == 8
-    assert "this one sums 2 (4 x)" in refused.reason
+    assert "sums 2 (4 x)" in refused.reason
     for row in result:
         assert row.mean is not None or row.reason
         assert row.accuracy is not None and 0 < row.accuracy < 1
@@ -138,7 +138,7 @@ def test_a_defense_under_which_nothing_arrives_is_a_row_with_its_reason(tmp_path
     explodes = {"name": "explodes", "chain": [{**SGD, "rate": 1e30, "steps": 3}]}
     found = Sweep.load(write(tmp_path, seeds=[0], attack=[IG], defense=[explodes]))
     (row,) = swept(found, tmp_path / "out")
-    assert row.mean is None and "no update was accepted" in row.reason and "not finite" in row.reason
+    assert row.mean is None and "no update" in row.reason and "not finite" in row.reason
     assert swept(found, tmp_path / "out") == [row], "and it is done with"
     assert trained == ["explodes-seed0"]
 
@@ -192,5 +192,5 @@ def test_a_cell_whose_process_fails_has_its_reason_and_the_others_their_numbers(
     reported = capfd.readouterr().out
     good, bad = json.loads((tmp_path / "out" / "sweep.json").read_text())["rows"]
     assert good["mean"] is not None and bad["mean"] is None
-    assert "sign, batch of 2, inverting_gradients, seed 0: its process ended with status -9" in reported
+    assert "sign, batch of 2, inverting_gradients, seed 0: " in reported and "status -9" in reported
     assert (tmp_path / "out" / "comparison.html").stat().st_size > 100_000

@@ -44,6 +44,7 @@ FULL = pytest.mark.full
 FAR = (
     *("groups", "modified", "dropped", "penalised", "smoothed", "drawn", "ragged", "softened"),
     "signs",
+    "sharpened",
 )
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = (
@@ -133,7 +134,7 @@ def names(normal: str, full: str) -> list[Any]:
         "epochs",
         "plain accumulated closure library batch_norm descents two_records own_loop own_strategy files weighted segments "
         "older counted compiled decayed popped outside amplified settled_norm pictures sized lazy measured "
-        "adversarial capturable compared",
+        "adversarial capturable compared threaded sensitive",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
@@ -152,6 +153,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
     ("name", "code", "exact"),
     [
         pytest.param("summed", "scale", True, marks=FULL),
+        pytest.param("two_passes", "scale", True, marks=FULL),
         pytest.param("proximal", "loss", True, marks=FULL),
         pytest.param("penalised", "loss", False, marks=FULL),
         pytest.param("smoothed", "loss", False, marks=FULL),
@@ -176,6 +178,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("ragged", "batches", False, marks=FULL),
         pytest.param("softened", "loss", False, marks=FULL),
         pytest.param("signs", "optimizer", False, marks=FULL),
+        pytest.param("sharpened", "optimizer", False, marks=FULL),
     ],
 )
 def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: Path) -> None:
@@ -202,6 +205,7 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("sequences", "labels", marks=FULL),
         pytest.param("trees", "network", marks=FULL),
         pytest.param("functional", "network", marks=FULL),
+        pytest.param("meta", "unread", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
         pytest.param("scripted", "network", marks=FULL),
         pytest.param("checkpointed", "checkpoint", marks=FULL),
@@ -346,6 +350,16 @@ def test_later_rounds_that_train_otherwise_are_not_attacked(tmp_path: Path) -> N
     found = rehearse(run, observed, folder, 1)
     assert [problem.code for problem in found.draft.problems] == ["rounds"]
     assert tomllib.loads(found.draft.text())["audit"]["rounds"] == [1]
+
+
+def test_uploads_of_rounds_that_a_client_skips_are_not_attacked(tmp_path: Path) -> None:
+    """The first client trains in the second and the fourth round, and returns what it was sent in the others."""
+    folder = app_of("skipping", tmp_path)
+    run, observed = observe(folder, tmp_path / "runs", {"rounds": 4}, 1, Console(quiet=True))
+    found = rehearse(run, observed, folder, 1)
+    assert "rounding" in found.proof, found.proof
+    assert tomllib.loads(found.draft.text())["audit"]["rounds"] == [2, 4]
+    assert sorted(path.stem for path in found.truth.iterdir()) == ["node-1-round-2", "node-1-round-4"]
 
 
 @FULL

@@ -63,13 +63,10 @@ def test_a_chain_with_noise_gets_its_limit_next_to_the_attacks(hidden: Run) -> N
     with hidden.ledger() as ledger:
         errors = [r["value"] for r in ledger.scores("mse") if r["attack"] == "inverting_gradients"]
     line, reached = (-10 * math.log10(sum(v) / len(v)) for v in (list(by_round.values()), errors))
-    assert f"an estimate that an attack may pass {line:.1f} dB" in page.words
-    assert f"the attack of the least error {reached:.1f} dB" in page.words
-    assert (
-        "Gaussian prior of each class fitted to 200 auxiliary images (Ledoit-Wolf shrinkage); labels known"
-        in page.words
-    )
-    assert "No limit on reconstruction is drawn" not in page.words
+    assert f"may pass {line:.1f} dB" in page.words
+    assert f"least error {reached:.1f} dB" in page.words
+    assert all(part in page.words for part in ("200 auxiliary images", "(Ledoit-Wolf shrinkage)", "labels known"))
+    assert "No limit" not in page.words
 
 
 def test_a_limit_is_neither_judged_nor_shown_as_an_attack(hidden: Run) -> None:
@@ -97,7 +94,7 @@ def test_noise_over_clipping_is_certified(hidden: Run) -> None:
 def test_epsilon_is_reported_with_the_figures(hidden: Run) -> None:
     chosen = hidden.scenario()
     expected = privacy_statement(chosen.federation, {0: 2, 1: 2})
-    assert f"Differential privacy: epsilon {expected.record:.3g} for one record replaced" in page_of(hidden).words
+    assert f"epsilon {expected.record:.3g} for" in page_of(hidden).words
     rows = list(csv.DictReader(io.StringIO(exported(hidden))))
     by_round = {int(r["round"]): float(r["epsilon"]) for r in rows}
     assert by_round[2] == pytest.approx(expected.record)

@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from fedgauge.server.child_processes import scratch_folder
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run import launch, processes
@@ -78,3 +80,16 @@ def test_a_ctrl_c_while_children_are_asked_to_end_leaves_none_of_them(
 def test_a_training_whose_ray_does_not_start_ends(run: Run) -> None:
     command = [sys.executable, "-m", "fedgauge.simulations.run.simulation_engine", str(run.folder)]
     assert subprocess.run(command, env=os.environ | {"RAY_TMPDIR": "/dev/null/none"}, timeout=120).returncode == 1
+
+
+def test_rays_sockets_have_room_whatever_folder_is_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "as-long-as-those-of-macos-and-of-clusters").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "as-long-as-those-of-macos-and-of-clusters"))
+    folder = scratch_folder()
+    try:
+        session = folder / "ray" / "ray" / "session_2026-11-29_12-05-51_022099_1234567"
+        assert len(str(session / "sockets" / "plasma_store")) <= 103, "macOS's limit; Linux has 107"
+    finally:
+        folder.rmdir()
