@@ -33,12 +33,13 @@ LARGEST_BENT = 2400  # the same where they are solved again at each step
 STARTS = 6  # of up to MANY bent equations, the first at the mean
 MANY = 512
 STEPS = 30  # from each
+DAMPING = 1e-2  # of the first step, relative to the root mean square slope
 DAMPED = 12  # tries of one step, each more damped
 SOLVED = 100.0  # standard deviations, root mean square, up to which bent equations are solved
 REACH = 64.0  # values before an activation lie between -REACH and REACH
 HALVINGS = 60
 ROUNDING = 1e-7  # of a gradient in float32, relative to its root mean square
-SPREAD = 1.0  # prior standard deviation of what a layer reads
+DETERMINED = 1e4  # least diagonal entry of the triangular factor from which the prior changes nothing
 CERTAIN = 5.0  # standard deviations from an activation's flat part beyond which a value lies outside
 EXACT = 1e-5  # relative error of the update, below which nothing is refined
 INEXACT = 1e-3  # relative error above which the example is not the one behind the update
@@ -189,6 +190,13 @@ class _Stage(NamedTuple):
         return self.steps[-1].kind == "bent"
 
     @property
+    def whole(self) -> "_Stage":
+        """The stage with a branched activation as its last operation, bent; else the stage."""
+        if self.activation is None or self.activation.kind != "branched":
+            return self
+        return _Stage((*self.steps, replace(self.activation, kind="bent")), None)
+
+    @property
     def size(self) -> int:
         return math.prod(self.steps[0].shape)
 
@@ -238,14 +246,16 @@ def stages_of(model: nn.Module, shape: Sequence[int]) -> list[_Stage]:
             if own_weights & used:
                 _decline(step.name, "is used more than once")
             used |= own_weights
-        if step.kind != "activation":
+        if step.kind == "branched" and not now:
+            step = replace(step, kind="bent")
+        if step.kind not in ("activation", "branched"):
             now.append(step)
         elif not now and not (stages and stages[-1].activation is None):
             _decline(step.name, "follows another activation")
         elif not now:
             stages[-1] = stages[-1]._replace(activation=step)
-        if now and step.kind in ("activation", "bent"):
-            stages.append(_Stage(tuple(now), step if step.kind == "activation" else None))
+        if now and step.kind in ("activation", "branched", "bent"):
+            stages.append(_Stage(tuple(now), None if step.kind == "bent" else step))
             now = []
     if not now or not now[-1].weight or now[-1].settings is not None or len(now[-1].shape) != 1:
         _decline(steps[-1].name if steps else "forward", "ends the network, and a fully connected layer has to")
@@ -290,6 +300,7 @@ def _classified(step: _Step, params: Params) -> _Step:
         values = (apply(torch.full_like(a, float(v))) for v in grid)
         if all(bool((after >= before).all()) for before, after in pairwise(values)):
             return replace(step, kind="activation")
+        return _differentiable(replace(step, kind="branched"), params, torch.stack([a, b]))
     elif of_a.numel() < a.numel() and not step.names:
         _decline(step.name, "keeps some of its values, which the gradient does not name")
     return _differentiable(replace(step, kind="bent"), params, torch.stack([a, b]))
@@ -349,7 +360,9 @@ def _signals_in(stage: _Stage, params: Params, delta: Tensor) -> list[Tensor]:
 
 def _inverse(apply: Callable[[Tensor], Tensor], value: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
     """Return the input of an activation and its slope there, 0 on a flat part."""
-    low, high = torch.full_like(value, -REACH), torch.full_like(value, REACH)
+    grid = torch.linspace(-REACH, REACH, 513, dtype=torch.float64)
+    low = grid[torch.stack([apply(torch.full_like(value, float(v))) for v in grid]).argmin(0)]
+    high = torch.full_like(value, REACH)
     flat = apply(low)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -371,27 +384,45 @@ class _Estimate(NamedTuple):
 
 
 def _solved(stage: _Stage, equations: Sequence[Tensor], mean: Tensor) -> _Estimate:
-    """Weighted least squares of equations (rows, n + 1), right sides last, with a prior of standard deviation SPREAD."""
+    """Weighted least squares of equations (rows, n + 1), right sides last, with a prior of standard deviation 1."""
     n = mean.numel()
-    prior = torch.cat([torch.eye(n, dtype=torch.float64), mean.view(-1, 1)], 1) / SPREAD
-    triangle = torch.linalg.qr(torch.cat([*equations, prior]), mode="r").R
+    prior = torch.cat([torch.eye(n, dtype=torch.float64), mean.view(-1, 1)], 1)
+    triangle = torch.linalg.qr(torch.cat(list(equations)), mode="r").R
+    if len(triangle) < n or bool(triangle.diagonal()[:n].abs().min() < DETERMINED):
+        triangle = torch.linalg.qr(torch.cat([triangle, prior]), mode="r").R
     factor = triangle[:n, :n]
     value = torch.linalg.solve_triangular(factor, triangle[:n, n:], upper=True)
     inverse = torch.linalg.solve_triangular(factor, torch.eye(n, dtype=torch.float64), upper=True)
     return _Estimate(value.view(1, *stage.steps[0].shape), factor, inverse.norm(dim=1).view(1, *stage.steps[0].shape))
 
 
+def _linear(
+    stage: _Stage, delta: Tensor, above: _Estimate | None, gradient: Update, params: Params, noise: float, mean: Tensor
+) -> tuple[_Estimate, Tensor]:
+    """Solve a stage's linear equations; and the error signals (1, ...) at its input."""
+    equations = []
+    read, out = _affine(stage, params)
+    if above is not None:
+        equations.append(above.factor @ torch.cat([out[1:], above.value.flatten()[None] - out[:1]]).T)
+    *signals, delta = _signals_in(stage, params, delta)
+    for step, values, signal in zip([s for s in stage.steps if s.weight], read, signals, strict=True):
+        if (own := gradient.get(step.weight)) is not None:
+            equations.append(_gradient_equations(step, values, signal, own) / _deviation(own, noise))
+    return _solved(stage, equations, mean), delta
+
+
 def _bent(
-    stage: _Stage, delta: Tensor, output: Callable[[Tensor], Tensor], gradient: Update, params: Params, noise: float,
-    mean: Tensor,
+    stage: _Stage, delta: Tensor, known: _Estimate, gradient: Update, params: Params, noise: float, mean: Tensor,
+    start: _Estimate | None,
 ) -> tuple[_Estimate, bool]:  # fmt: skip
     """Solve a stage's equations by damped Gauss-Newton steps from several starts; and whether they are solved.
 
     Args:
-        output: equations of the stage's output (1, ...), zero at the solution.
+        known: the stage's output.
+        start: the solution if each unit's input is on the increasing branch; None: starts at the mean.
     """
     wanted = {k: gradient[k] / _deviation(gradient[k], noise) for k in stage.names if k in gradient}
-    units = torch.eye(mean.numel(), dtype=torch.float64).split(AT_ONCE)
+    units = torch.eye(mean.numel(), dtype=torch.float64)
 
     def misfits(x: Tensor) -> Tensor:
         def apply(own: Params) -> Tensor:
@@ -400,38 +431,47 @@ def _bent(
         out, back, *_ = vjp(apply, {k: params[k] for k in wanted})
         (made,) = back(delta.view_as(out))
         each = (made[k] / _deviation(gradient[k], noise) - t for k, t in wanted.items())
-        return torch.cat([output(out), *(t.flatten() for t in each)])
+        return torch.cat([known.factor @ (out - known.value).flatten(), *(t.flatten() for t in each)])
 
     def cost(x: Tensor) -> float:
-        return float(misfits(x).square().sum() + ((x - mean.flatten()) / SPREAD).square().sum())
+        return float(misfits(x).square().sum() + (x - mean.flatten()).square().sum())
 
-    def equations(x: Tensor) -> Tensor:
-        slopes = torch.cat([along(misfits, x, part) for part in units]).T
-        rows: Tensor = torch.linalg.qr(torch.cat([slopes, (slopes @ x - misfits(x))[:, None]], 1), mode="r").R
-        return rows
+    def slopes(x: Tensor) -> Tensor:
+        return torch.cat([along(misfits, x, part) for part in units.split(AT_ONCE)]).T
 
-    rng, found = generator("starts"), (math.inf, mean.flatten())
-    for start in range(STARTS if mean.numel() <= MANY else 1):
-        x = mean.flatten() + (SPREAD * torch.randn(mean.numel(), generator=rng, dtype=torch.float64) if start else 0)
-        now, damping = cost(x), 1e-2
+    first = (mean if start is None else start.value).flatten()
+    enough = SOLVED**2 * len(misfits(first))
+    if start is not None and cost(first) <= enough:
+        return start, True
+    rng, found = generator("starts"), (math.inf, first)
+    for others in range(STARTS if mean.numel() <= MANY else 1):
+        x = first
+        if others:
+            x = mean.flatten() + torch.randn(mean.numel(), generator=rng, dtype=torch.float64)
+        now, damping = cost(x), DAMPING
         for _ in range(STEPS):
-            rows, before = equations(x), now
+            slope, before = slopes(x), now
+            square = slope.T @ slope + units
+            down = slope.T @ misfits(x) + x - mean.flatten()
             for _ in range(DAMPED):
-                pull = damping * float(rows[:, :-1].square().sum() / mean.numel()) ** 0.5
-                damped = torch.cat([torch.eye(mean.numel(), dtype=torch.float64), x[:, None]], 1) * pull
-                tried = _solved(stage, [rows, damped], mean).value.flatten()
-                if (reached := cost(tried)) < now:
+                pull = damping**2 * square.diagonal().mean()
+                factor, failed = torch.linalg.cholesky_ex(square + pull * units)
+                tried = x - torch.cholesky_solve(down[:, None], factor).flatten()
+                if not failed and (reached := cost(tried)) < now:
                     x, now, damping = tried, reached, damping / 9
                     break
                 damping *= 4
-            if now > 0.999 * before:
+            if now > (0.5 if now <= enough else 0.999) * before:
                 break
         found = min(found, (now, x), key=lambda pair: pair[0])
-        solved = now <= SOLVED**2 * len(misfits(x))
+        solved = now <= enough
         if solved:
             break
-    estimate = _solved(stage, [equations(found[1])], mean)
-    return estimate._replace(value=found[1].view_as(estimate.value)), solved
+    now, x = found
+    slope = slopes(x)
+    estimate = _solved(stage, [torch.cat([slope, (slope @ x - misfits(x))[:, None]], 1)], mean)
+    better = cost(estimate.value.flatten()) < now
+    return (estimate if better else estimate._replace(value=x.view_as(estimate.value))), solved
 
 
 def _deviation(own: Tensor, noise: float) -> float:
@@ -473,35 +513,23 @@ def _read(stages: Sequence[_Stage], gradient: Update, params: Params, mean: Tens
     notes = []
     for stage in reversed(stages):
         centre = mean if stage is stages[0] else torch.zeros(stage.steps[0].shape, dtype=torch.float64)
-        rows = before = None
-        if known is not None:
-            before, slope = known.value, torch.ones_like(known.value)
-            if stage.activation is not None:
-                before, slope = _inverse(partial(stage.activation.apply, params), known.value, known.deviation)
-                delta = delta * slope
-            rows = known.factor * slope.flatten()
-        if stage.bent:
-            assert rows is not None and before is not None  # a fully connected layer is the last
-
-            def output(out: Tensor, rows: Tensor = rows, before: Tensor = before) -> Tensor:
-                return rows @ (out - before).flatten()
-
-            known, solved = _bent(stage, delta, output, gradient, params, noise, centre)
+        whole, above, signals = stage.whole, known, delta
+        if above is not None and stage.activation is not None:
+            before, slope = _inverse(partial(stage.activation.apply, params), above.value, above.deviation)
+            above, signals = _Estimate(before, above.factor * slope.flatten(), above.deviation), delta * slope
+        if not stage.bent:
+            estimate, through = _linear(stage, signals, above, gradient, params, noise, centre)
+        if whole.bent:
+            assert known is not None and above is not None  # a fully connected layer is the last
+            start = None if stage.bent else estimate
+            behind = (signals, above) if stage.bent else (delta, known)
+            estimate, solved = _bent(whole, *behind, gradient, params, noise, centre, start)
             if not solved:
                 notes.append(f"layer {stage.name!r}: its equations are not solved")
-            out, back, *_ = vjp(partial(stage.apply, params), known.value)
-            (delta,) = back(delta.view_as(out))
-        else:
-            equations = []
-            read, out = _affine(stage, params)
-            if rows is not None and before is not None:
-                equations.append(rows @ torch.cat([out[1:], before.flatten()[None] - out[:1]]).T)
-            *signals, delta = _signals_in(stage, params, delta)
-            for step, values, signal in zip([s for s in stage.steps if s.weight], read, signals, strict=True):
-                if (own := gradient.get(step.weight)) is not None:
-                    equations.append(_gradient_equations(step, values, signal, own) / _deviation(own, noise))
-            known = _solved(stage, equations, centre)
-        dimensions = float(known.deviation.square().sum()) / SPREAD**2
+            out, back, *_ = vjp(partial(whole.apply, params), estimate.value)
+            (through,) = back(behind[0].view_as(out))
+        known, delta = estimate, through
+        dimensions = float(known.deviation.square().sum())
         if dimensions >= 0.5:
             notes.append(f"layer {stage.name!r}: {dimensions:,.0f} of {known.value.numel():,} dimensions stay open")
     assert known is not None
@@ -566,7 +594,7 @@ def _refined(
         weighted = [(m / sigma[k], gradient[k] / sigma[k]) for k, m in zip(trained, made, strict=True)]
         scale = sum((m * g).sum() for m, g in weighted) / sum(m.square().sum() for m, _ in weighted)
         misfit = sum((scale * m - g).square().sum() for m, g in weighted)
-        total = misfit + ((x - mean) / SPREAD).square().sum()
+        total = misfit + (x - mean).square().sum()
         if float(total.detach()) < best[0]:
             best = float(total.detach()), x.detach().clone()
         (x.grad,) = torch.autograd.grad(total, [x])

@@ -17,7 +17,7 @@ from fedgauge.attacks.problem import Unattackable
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import local_sgd
-from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
+from fedgauge.client.models.vision import Activation, convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip
 from tests.zoo.networks import Network, networks
@@ -203,6 +203,19 @@ def test_each_kind_of_bent_equations_can_be_solved(kind: str) -> None:
     body = nn.Sequential(same(2, 8), nn.Tanh(), BENT[kind](), nn.Flatten())
     model = nn.Sequential(body, nn.Linear(body(torch.zeros(1, *TINY)).numel(), CLASSES))
     check(attack(model, smooth(3, TINY)), smooth(3, TINY), 60.0)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_a_lenet_for_colour_images_is_small_enough(activation: Activation) -> None:
+    assert len(stages_of(lenet((3, 32, 32), CLASSES, activation=activation), (3, 32, 32))) == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_lenet_is_read_through_gelu_and_silu(activation: Activation) -> None:
+    torch.manual_seed(1)
+    shape = (1, 20, 20)
+    check(attack(lenet(shape, CLASSES, activation=activation), smooth(3, shape)), smooth(3, shape), 100.0)
 
 
 class Swapped(nn.Module):
