@@ -37,7 +37,7 @@ from fedgauge.server.views.formatting import decibel, in_unit, percent
 
 SIMULATED = 8  # clients, with batches of auxiliary images
 LAYER_BY_LAYER = "recursive"
-SOLVED = 2  # of them layer by layer: 3 to 7 CPU seconds each for a LeNet of digits
+SOLVED = 2  # of them layer by layer: 3 to 9 CPU seconds each for a LeNet of digits
 STRONG = 8.0  # epsilon of a record, up to which the guarantee means something
 FAINT = 0.05  # true positives at 1 % false positives, up to which membership hardly shows
 TESTED = 512  # auxiliary images on which the mean image is measured
