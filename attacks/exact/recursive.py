@@ -272,13 +272,13 @@ def stages_of(model: nn.Module, shape: Sequence[int]) -> list[_Stage]:
 
 def _check_sizes(stages: Sequence[_Stage], params: Params) -> None:
     """Decline what is too large to solve, for the last layer that leaves dimensions open, if there is one."""
-    large = [stage for stage in stages if stage.size > (LARGEST_BENT if stage.bent else LARGEST)]
+    large = [stage for stage in stages if stage.size > (LARGEST_BENT if stage.whole.bent else LARGEST)]
     if not large:
         return
     for stage in reversed(stages):
         if count := stage.open(params, stage is stages[-1]):
             _decline(stage.name, f"leaves at least {count:,} of {stage.size:,} dimensions open")
-    limit = LARGEST_BENT if large[-1].bent else LARGEST
+    limit = LARGEST_BENT if large[-1].whole.bent else LARGEST
     _decline(large[-1].name, f"reads {large[-1].size:,} values, and {limit:,} can be solved in seconds")
 
 

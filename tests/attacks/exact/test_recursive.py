@@ -206,8 +206,10 @@ def test_each_kind_of_bent_equations_can_be_solved(kind: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
-def test_a_lenet_for_colour_images_is_small_enough(activation: Activation) -> None:
-    assert len(stages_of(lenet((3, 32, 32), CLASSES, activation=activation), (3, 32, 32))) == 4
+def test_a_lenet_for_colour_images_would_take_minutes(activation: Activation) -> None:
+    with pytest.raises(Unattackable) as raised:
+        stages_of(lenet((3, 32, 32), CLASSES, activation=activation), (3, 32, 32))
+    assert "3,072" in str(raised.value)
 
 
 @pytest.mark.full
