@@ -80,6 +80,19 @@ def test_a_reader_needs_no_network(site: dict[Path, str]) -> None:
     assert fetched == []
 
 
+def test_markdown_that_two_programs_read_otherwise_is_not_there(site: dict[Path, str]) -> None:
+    """A list or a row right below a line of text is one on other sites, and here a paragraph; so is a bar behind a backslash."""
+    from bs4 import BeautifulSoup
+
+    for path, page in site.items():
+        texts = [each.get_text() for each in BeautifulSoup(page, "html.parser").find_all("p")]
+        odd = [
+            text for text in texts if text.startswith("|") or any(mark in text for mark in ("\n- ", "\n1. ", "\n| "))
+        ]
+        assert odd == [], path
+        assert "\\|" not in page.split("<article")[-1], path
+
+
 def test_the_check_sees_what_it_looks_for() -> None:
     page = '<link rel="stylesheet" href="//fonts.x/a.css"><img src="https://x/y.png"><img src="../a.png">'
     assert [elsewhere(asset) for asset in assets(page)] == [True, False, True]

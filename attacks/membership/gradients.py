@@ -1,6 +1,6 @@
 """Gradients of many candidates at the weights that the server sent, without holding all of them at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +24,7 @@ CHUNK = 128  # candidates that are differentiated together
 
 @dataclass(frozen=True, eq=False)
 class CandidateGradients:
-    """The gradients of N candidates' own losses; zero where the chain freezes the network, as in every update.
+    """The gradients of N candidates' own losses; zero where the chain freezes the network.
 
     Args:
         params: the weights that the server sent.
@@ -83,18 +83,24 @@ class CandidateGradients:
     @cached_property
     def norms(self) -> Tensor:
         """(N,) float64, each gradient's Euclidean norm; gradients of large layers are not formed."""
+        return self._norms(self._frozen)
+
+    def _norms(self, frozen: Set[str]) -> Tensor:
         try:
             parts = (self._factored(part, True).items() for part in self._parts())
-            squares = [torch.stack([_squares(t) for k, t in part if k not in self._frozen]).sum(0) for part in parts]
+            squares = [torch.stack([_squares(t) for k, t in part if k not in frozen]).sum(0) for part in parts]
         except Unsupported:
-            squares = [rows.double().square().sum(1) for rows in self.rows()]
+            squares = [rows.double().square().sum(1) for rows in self._rows(frozen)]
         return torch.cat(squares).sqrt()
 
     def rows(self) -> Iterator[Tensor]:
         """The gradients (n, d), a chunk of candidates at a time, flattened in the order of the weights."""
+        return self._rows(self._frozen)
+
+    def _rows(self, frozen: Set[str]) -> Iterator[Tensor]:
         for part in self._parts():
             found = self._formed(part)
-            seen = (torch.zeros_like(found[k]) if k in self._frozen else found[k] for k in self.params)
+            seen = (torch.zeros_like(found[k]) if k in frozen else found[k] for k in self.params)
             yield torch.cat([t.flatten(1) for t in seen], 1)
 
     def _formed(self, part: Batch) -> Update:
@@ -129,9 +135,9 @@ class CandidateGradients:
         def clipped(size: Tensor) -> Tensor:
             return Chain(tuple(links)).mean(lambda *_: {"": size[None]})({}, Batch(size.view(1, 1), none), None)[""][0]
 
-        # a vector of one entry has the gradient's norm; a zero gradient enters as it is
-        found = torch.stack([clipped(size) for size in self.norms]) / self.norms
-        return torch.where(self.norms > 0, found, 1.0)
+        # a vector of one entry has the gradient's norm, before layers are frozen; a zero gradient enters as it is
+        whole = self._norms(frozenset()) if self._frozen else self.norms
+        return torch.where(whole > 0, torch.stack([clipped(size) for size in whole]) / whole, 1.0)
 
 
 def flattened(update: Update) -> Tensor:

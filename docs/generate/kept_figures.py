@@ -51,7 +51,7 @@ def table(sheets: Sequence[str], options: Mapping[str, str]) -> str:
     shown = ["(95 % interval)"] * bool(rows.low.notna().any()) + ["[reference]"] * bool(rows.reference.notna().any())
     about += [" ".join(["figure", *shown])] if shown else []
     iterations = rows.budget.map(_iterations)
-    if by == "cell" and len({*iterations} - {""}) > 1:
+    if by == "cell" and len({*iterations}) > 1:
         iterations = iterations.where(iterations == "", attack + " " + iterations)
     texts = {"accuracy": rows.note.map(_accuracy), "n": rows.n.map(str), "iterations": iterations}
     texts["baseline"] = rows.floor.map(_number)

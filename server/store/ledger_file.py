@@ -20,7 +20,10 @@ _MOST_BYTES = 1 << 38  # of a ledger
 MOST = 2**21 - 1  # rounds, clients, examples: the columns that `Scores` packs into one number
 
 # of rows whose values are of another type, or are there already
-UNKEEPABLE = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
+UNKEEPABLE = (
+    *(sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError),
+    *(OverflowError, UnicodeEncodeError),
+)
 VERSION = 3  # of the schema
 # SQLite checks types and bounds at each writing, and of a ledger from elsewhere when it is opened
 _PLACE = f"INTEGER NOT NULL CHECK ({{}} BETWEEN 0 AND {MOST})"

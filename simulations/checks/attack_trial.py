@@ -77,7 +77,7 @@ def _once(auditor: Auditor, source: PublicSource, planned: PlannedAttack) -> Fou
             result = run(planned.budget.iterations)  # some share their iterations among searches
     except Exception as error:  # plug-ins, and what a user's model or link makes of an attack, may raise anything
         return problem_of(error, "fails", "leave the attack out, as the audit would report this of every update")
-    if not all(map(torch.equal, given, before)):
+    if not all(torch.allclose(now, was, 0, 0, equal_nan=True) for now, was in zip(given, before, strict=True)):
         remedy = "return new tensors (not t.mul_()), as other attacks read the same ones"
         return Problem("changes input", "it", "changes the update or the weights that it gets", remedy)
     return Problem(NOT_APPLICABLE, "", result.reason) if result.status == "not_applicable" else "works"

@@ -79,7 +79,7 @@ def _carried_out(given: Sequence[str]) -> int:
     command: Command = options.command
     try:
         data_folder()  # a FEDGAUGE_DATA that does not exist is refused before anything starts
-        with _own_packages(options), users_errors(), errors_in_log(getattr(options, "log", "auto")):
+        with _own_packages(options), errors_in_log(getattr(options, "log", "auto")), users_errors():
             return command(options)
     except (SpecError, LedgerError, TapeError, RunBusy) as error:
         tell(error)

@@ -193,9 +193,9 @@ class AppGrid(Grid):
                 configs = [r for r in message.content.values() if isinstance(r, ConfigRecord)]
                 mus = [r[key] for r in configs for key in ("proximal-mu", "proximal_mu") if key in r]
                 seen.proximal_mu = float(mus[0]) if mus and isinstance(mus[0], int | float) else None
-                asked = bool(message.content.array_records)
+                asked = any(message.content.array_records.values())
                 reply = self._app(message, context)
-            seen.uploads = asked and reply.has_content() and bool(reply.content.array_records)
+            seen.uploads = asked and reply.has_content()
             self.trained.setdefault(node, []).append(seen)
             return reply
         except Exception as error:  # as with Flower, a client that fails is an error reply

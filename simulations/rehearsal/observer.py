@@ -106,7 +106,7 @@ class Training:
     random: list[Tensor] = field(default_factory=list)  # states of generators before the pass
     factor: float = 1.0  # of a gradient scaler
     passed: tuple[str, Sequence[Tensor]] = ("", ())  # the last other network, and its outputs without gradients
-    weights: tuple[torch.dtype, float] | None = None  # of the network, after its last pass or step: precision and norm
+    weights: tuple[Any, str] | None = None  # of the network, after its last pass or step: precision and place, and norm
 
     def enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a call of a module that no other module called."""
@@ -223,7 +223,7 @@ class Training:
     def measures(self, network: nn.Module) -> None:
         """Note if weights changed since the last pass or step."""
         before, self.weights = self.weights, _weights(network)
-        if self.used and before is not None and before[0] is self.weights[0] and before[1] != self.weights[1]:
+        if self.used and before and self.weights and before[0] == self.weights[0] and before[1] != self.weights[1]:
             self.notes["optimizer"] = (
                 "weights also change outside of the optimizer's steps, as with SAM or Lookahead; the draft leaves this out"
             )
@@ -232,8 +232,8 @@ class Training:
         """Leave out passes that nothing was learnt from, such as those that only measure."""
         if self.network is not None:
             self.measures(self.network)
-        if not self.steps:
-            self.notes.pop("optimizer", None)  # the app makes its steps by hand
+        if not self.steps or any(step.optimizer == "LBFGS" for step in self.steps):
+            self.notes.pop("optimizer", None)  # the app makes its steps by hand, or passes data within one
         if self.used:
             self.x = [t for k, t in enumerate(self.x) if k in self.used]
             self.y = [t for k, t in enumerate(self.y) if k in self.used]
@@ -264,7 +264,7 @@ class Training:
         if name not in OF_CLASSES and of.shape != target.shape:
             shapes = f"{tuple(of.shape)} with {tuple(target.shape)}"
             self.notes["loss"] = f"{name} compares values of shape {shapes}, each with each; the draft does not"
-        kept = number < len(self.y) and self.y[number] is None
+        kept = 0 <= number < len(self.y) and self.y[number] is None
         if kept and name != "kl_div":  # which compares with another network's output
             self.y[number] = target.detach().clone()
         terms = 1 if options.get("reduction", "mean") == "mean" else len(of) if name in OF_CLASSES else of.numel()
@@ -312,9 +312,12 @@ def _transforms() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # torch has no public name for it
 
 
-def _weights(network: nn.Module) -> tuple[torch.dtype, float]:
+def _weights(network: nn.Module) -> tuple[Any, str] | None:
     weights = [p.detach() for p in network.parameters() if p.is_floating_point() and not is_lazy(p)]
-    return weights[0].dtype, float(nn.utils.get_total_norm(weights))
+    if not weights:
+        return None
+    # as text, in which two NaN are equal
+    return (weights[0].dtype, weights[0].device), repr(float(nn.utils.get_total_norm(weights)))
 
 
 def _random() -> list[Tensor]:

@@ -153,7 +153,6 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     sizes = {node: sum(observed.clients[node][0]["sizes"]) for node in nodes}
     alike = nodes[:-1] if first["dp"] else [node for node in nodes[:-1] if sizes[node] == sizes[nodes[0]]]
     attacked = alike[:clients]  # a scenario has one size; Opacus draws it
-    public = [node for node in nodes if node not in attacked]
     if len(attacked) < min(clients, len(nodes) - 1):
         counts = ", ".join(map(str, sizes.values()))
         draft.note(
@@ -162,22 +161,30 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     files = run.folder.absolute() / "observed"  # the scenario is read from the app's folder
     with run.ledger() as ledger:
         numbers = {node: client for client, node in ledger.nodes().items()}
-        uploads = {node: uploads_of(ledger, numbers[node], observed.clients[node]) for node in attacked}
-        rows = [row for own in uploads.values() for row in own]
+        trainings = {
+            node: [facts for facts in observed.clients[node] if uploads_of(ledger, numbers[node], [facts])]
+            for node in attacked
+        }
+        uploads = {node: uploads_of(ledger, numbers[node], own) for node, own in trainings.items() if own}
         recorded = [row for row in ledger.observations() if row["digest"]]
         whole = replies_of(run, ledger) == "weights"
         if "large" not in first["notes"]:  # otherwise some were not kept
             ledger.set_meta(examples="observed")
-    if not rows:
+    if not uploads:
         mods = ", ".join(observed.mods)
         why = "the attacked clients' replies carry no arrays that can be read" + (f" after {mods}" if mods else "")
         draft.refuse("uploads", why, f"audit the app without {mods}" if mods else "let them upload weights")
         return refused
+    shared = set.intersection(*({row["round"] for row in own} for own in uploads.values()))
+    attacked = [*uploads] if shared else [*uploads][:1]
+    rows = [row for node in attacked for row in uploads[node]]
+    public = [node for node in nodes if node not in attacked]
     rounds = max(row["round"] for row in recorded)
     write_draft(draft, observed, attacked, public, form, target, rounds, files, whole)
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
-    if len(rows) < sum(row["client"] in {numbers[node] for node in attacked} for row in recorded):
-        draft.audit(sorted({row["round"] for row in rows}), "rounds in which the attacked clients train")
+    shared = shared or {row["round"] for row in rows}
+    if shared < {row["round"] for row in recorded if row["client"] in {numbers[node] for node in attacked}}:
+        draft.audit(sorted(shared), "rounds in which the attacked clients train")
     built = () if form.language else first["built"]
     packages = tuple({call["module"].partition(".")[0]: None for call in built}.keys() - LIBRARIES)
     packages += ("torch",) if target and ":" in target.loss.get("use", "") else ()  # whose losses are called by name
@@ -196,7 +203,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
             if kept := _never_sent(scenario, first, came):
                 keep_layers(draft, kept, client, began, files)
                 scenario = draft.scenario()
-            trained = {numbers[node]: observed.clients[node] for node in attacked}
+            trained = {numbers[node]: trainings[node] for node in attacked}
             trained = {client: [first]} if kept else trained
             proof, seconds, unlike = _proof(run, draft, scenario, trained, (form, target))
             attacked = [node for node in attacked if numbers[node] not in unlike]
@@ -209,7 +216,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         if truth:
             truths.mkdir(mode=0o700)
         for node in attacked if truth else ():
-            for row, facts in zip(uploads[node], observed.clients[node], strict=False):
+            for row, facts in zip(uploads[node], trainings[node], strict=True):
                 x, y = (part[:n] for part in _examples(facts, form, target))
                 np.savez(truths / f"node-{node}-round-{row['round']}.npz", x=x, y=y)
         fit = int(SEVERAL / max(seconds, 1e-9))  # updates
@@ -236,9 +243,10 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
 
 
 def uploads_of(ledger: Ledger, client: int, trained: Sequence[Facts]) -> list[Any]:
-    """Return the ledger's rows of a client's uploads after its trainings; of rounds that it skipped there are others."""
-    rows = [row for row in ledger.observations() if row["client"] == client and row["digest"]]
-    return [rows[facts["upload"]] for facts in trained if facts["upload"] < len(rows)]
+    """Return the ledger's rows of a client's recorded uploads after its trainings; of rounds that it skipped there are others."""
+    rows = [row for row in ledger.observations() if row["client"] == client and row["status"] == "accepted"]
+    found = [rows[facts["upload"]] for facts in trained if facts["upload"] < len(rows)]
+    return [row for row in found if row["digest"]]
 
 
 def _never_sent(scenario: Scenario, first: Facts, came: Observation) -> list[str]:

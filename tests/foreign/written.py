@@ -88,6 +88,7 @@ BERT = {
 }
 SHAPES: dict[str, dict[str, str]] = {
     "plain": {},
+    "early_loss": {"train": "nn.functional.mse_loss(torch.zeros(1), torch.ones(1))\n" + PLAIN["train"]},
     # --------------------------------------------------------------------------------------------- the training
     "epochs": {
         "further": "def get_model(width: int) -> nn.Module:\n    return Net(width)\n\n\n",

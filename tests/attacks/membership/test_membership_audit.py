@@ -104,12 +104,13 @@ def test_members_are_detected_behind_mixup_and_dropout(make_federation: Make, ob
         assert mean(values(found, "membership", "membership")) > 0.7, found[0].reconstruction.reason
 
 
-def test_members_are_detected_behind_a_frozen_layer(make_federation: Make, observe: Make) -> None:
-    """Of nearly all entries: what a candidate's gradient has there is in no update."""
-    frozen = [SGD, {"use": "freeze", "layers": ["1"]}]
-    fed = make_federation(model={"use": "mlp", "hidden": [32]}, data={"batch_size": 1, "auxiliary": 400}, chain=frozen)
+@pytest.mark.parametrize("before", [[], [{"use": "clip", "max_norm": 0.5, "each": True}]])
+def test_members_are_detected_behind_a_frozen_layer(before: list[Any], make_federation: Make, observe: Make) -> None:
+    """Of nearly all entries: what a candidate's gradient has there is in no update, and counts for a clip's norm."""
+    frozen = [*before, SGD, {"use": "freeze", "layers": ["1"]}]
+    fed = make_federation(model={"use": "mlp", "hidden": [32]}, data={"batch_size": 8, "auxiliary": 400}, chain=frozen)
     found = Auditor(FederationSource(fed)).audit(planned(strangers=400, held=1), observe(fed, (0, 1)), {0: 1, 1: 0})
-    assert mean(values(found, "membership", "membership")) > 0.99
+    assert mean(values(found, "membership", "membership")) > 0.9
 
 
 def test_a_client_whose_label_no_non_member_has_takes_no_score_from_others(fed: Federation, observe: Make) -> None:
