@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -12,18 +13,17 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.privacy import Spending
 from fedgauge.server.views.snapshot import read_once
+from fedgauge.server.views.tables import Cell
 
 OF_SCORES = ("round", "client", "attack", "example", "metric", "value", "status", "seconds", "knowledge")
 COLUMNS = ("run", *OF_SCORES, "epsilon", "delta")
 
 
-def write_csv(run: Run, out: TextIO) -> None:
-    """Write every score in a stable order, under a header; example -1 is the whole batch, inf an exact reconstruction.
+def rows(run: Run) -> Iterator[list[Cell]]:
+    """Yield every score in a stable order, with the values of COLUMNS; example -1 is the whole batch.
 
-    Epsilon is the client's loss for one record by the end of the round; empty if unknown.
+    Epsilon is the client's loss for one record by the end of the round; None if unknown.
     """
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
     with read_once(run) as reading:
         spending: Spending | None = None
         with suppress(SpecError):
@@ -31,8 +31,15 @@ def write_csv(run: Run, out: TextIO) -> None:
         for row in reading.ledger.scores():
             epsilon = None if spending is None else spending.record(row["client"], row["round"])
             delta = None if spending is None or epsilon is None else spending.delta
-            line = [run.name, *(row[key] for key in OF_SCORES), epsilon, delta]
-            writer.writerow([run_files.printable(v) if isinstance(v, str) and out.isatty() else v for v in line])
+            yield [run.name, *(row[key] for key in OF_SCORES), epsilon, delta]
+
+
+def write_csv(run: Run, out: TextIO) -> None:
+    """Write CSV with a header; inf is an exact reconstruction."""
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows(run):
+        writer.writerow([run_files.printable(v) if isinstance(v, str) and out.isatty() else v for v in row])
 
 
 def save_csv(run: Run, path: Path) -> None:
