@@ -242,6 +242,8 @@ class Training:
 
     def computes(self, name: str, call: inspect.BoundArguments, value: object) -> None:
         """Note a loss: its target belongs to the pass whose output it reads, else to the last one."""
+        if not self.passes:
+            return  # of other values than the network's
         of, target = call.arguments.get("input"), call.arguments.get("target")
         number, values = self.passes - 1, self.outputs.get(self.passes - 1)
         if isinstance(of, Tensor):
@@ -264,7 +266,7 @@ class Training:
         if name not in OF_CLASSES and of.shape != target.shape:
             shapes = f"{tuple(of.shape)} with {tuple(target.shape)}"
             self.notes["loss"] = f"{name} compares values of shape {shapes}, each with each; the draft does not"
-        kept = 0 <= number < len(self.y) and self.y[number] is None
+        kept = number < len(self.y) and self.y[number] is None
         if kept and name != "kl_div":  # which compares with another network's output
             self.y[number] = target.detach().clone()
         terms = 1 if options.get("reduction", "mean") == "mean" else len(of) if name in OF_CLASSES else of.numel()
