@@ -328,7 +328,7 @@ def judged(folder: Path, cells: Mapping[Cell, Values | None], **meta: str) -> Ve
 def test_chance_leaks_rarely_and_a_gain_always(tmp_path: Path, clients: int, gain: float) -> None:
     alarms = [judged(tmp_path, drawn(seed, 0.0, clients)).word == "leaks" for seed in range(25)]
     assert sum(alarms) <= 1
-    found = [judged(tmp_path, drawn(seed, gain, clients, chance=1.0)) for seed in range(5)]
+    found = [judged(tmp_path, drawn(seed, gain, clients, chance=1.0)) for seed in range(25)]
     assert {verdict.word for verdict in found} == {"leaks"}
 
 
