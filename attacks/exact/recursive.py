@@ -24,6 +24,8 @@ from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
 from fedgauge.attacks.engine.compatibility import doubled
 from fedgauge.attacks.engine.computation import LayerCall, LayerCallRecorder, along, close, run, undisturbed
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader, check_one_example, labels_of
+from fedgauge.attacks.gaussian_prior import GaussianPrior, class_means, deviations
+from fedgauge.attacks.matching.priors import mahalanobis
 from fedgauge.attacks.problem import Problem, Unattackable
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update, relative_error
@@ -575,11 +577,15 @@ def _inverted(stages: Sequence[_Stage], alone: Wave, known: Knowledge) -> Recons
 def _refined(
     start: Tensor, y: Tensor, mean: Tensor, noise: float, gradient: Update, params: Params, known: Knowledge
 ) -> tuple[Tensor, int]:
-    """The input that explains the update best, by L-BFGS from the closed form; and the evaluations."""
+    """The likeliest input, by L-BFGS from the closed form; and the evaluations. Auxiliary images with classes are the prior."""
     double, trained = doubled(known), [k for k in gradient]
     sigma = {k: _deviation(t, noise) for k, t in gradient.items()}
     leaves = {k: p.clone().requires_grad_(k in gradient) for k, p in params.items()}
     low, high = known.normalise(torch.zeros(known.shape)).double(), known.normalise(torch.ones(known.shape)).double()
+    prior = None
+    if known.auxiliary is not None and not y.is_floating_point():
+        centre, fitted = class_means(known.public, y), GaussianPrior.fit(deviations(known.public))
+        prior = partial(mahalanobis, known, centre.flatten(1), fitted)
     x = start.clamp(low, high).requires_grad_()
     spent, best = 0, (math.inf, start)
     search = torch.optim.LBFGS(
@@ -594,7 +600,7 @@ def _refined(
         weighted = [(m / sigma[k], gradient[k] / sigma[k]) for k, m in zip(trained, made, strict=True)]
         scale = sum((m * g).sum() for m, g in weighted) / sum(m.square().sum() for m, _ in weighted)
         misfit = sum((scale * m - g).square().sum() for m, g in weighted)
-        total = misfit + (x - mean).square().sum()
+        total = misfit + (2 * prior(x) if prior else (x - mean).square().sum())
         if float(total.detach()) < best[0]:
             best = float(total.detach()), x.detach().clone()
         (x.grad,) = torch.autograd.grad(total, [x])

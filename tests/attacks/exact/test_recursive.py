@@ -36,14 +36,18 @@ def normalise(x: Tensor) -> Tensor:
     return (x - MEAN) / STD
 
 
-def attack(model: nn.Module, batch: Batch, links: Chain = BARE, noise: float = 0.0) -> Reconstruction:
+def attack(
+    model: nn.Module, batch: Batch, links: Chain = BARE, noise: float = 0.0, auxiliary: Batch | None = None
+) -> Reconstruction:
     """The attack's result on a gradient with noise of this standard deviation."""
     params = detached_params(model)
     update = links(gradient(model, normalise=normalise))(params, batch, None)
     rng = torch.Generator().manual_seed(9)
     update = {k: t + 0.1 * noise * torch.randn(t.shape, generator=rng).to(t) for k, t in update.items()}
     shape = tuple(batch.x.shape[1:])
-    known = Knowledge(model, links, shape, CLASSES, len(batch.x), (MEAN,) * shape[0], (STD,) * shape[0])
+    known = Knowledge(
+        model, links, shape, CLASSES, len(batch.x), (MEAN,) * shape[0], (STD,) * shape[0], auxiliary=auxiliary
+    )
     return recursive().reconstruct(Wave.stack([Observation(1, 0, params, update)]), known, Budget(1), [])[0]
 
 
@@ -91,6 +95,18 @@ def test_noise_costs_what_its_size_says(noise: float, least: float) -> None:
     torch.manual_seed(1)
     shape = (1, 20, 20)
     check(attack(lenet(shape, CLASSES), smooth(3, shape), noise=noise), smooth(3, shape), least)
+
+
+@pytest.mark.full
+def test_auxiliary_images_help_under_noise() -> None:
+    torch.manual_seed(1)
+    shape = (1, 12, 12)
+    model, batch = lenet(shape, CLASSES), smooth(3, shape)
+    others = [smooth(seed, shape) for seed in range(100, 400)]
+    auxiliary = Batch(torch.cat([b.x for b in others]), torch.cat([b.y for b in others]))
+    plain, helped = attack(model, batch, noise=1e-2), attack(model, batch, noise=1e-2, auxiliary=auxiliary)
+    assert plain.x is not None and helped.x is not None
+    assert float(psnr(batch.x, helped.x)) > float(psnr(batch.x, plain.x)) + 1
 
 
 SMALL = (2, 10, 10)
