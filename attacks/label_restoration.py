@@ -15,7 +15,6 @@ from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.computation import LayerCall, called, classifier, close
 from fedgauge.attacks.label_rule import label_rule
 from fedgauge.attacks.solved_labels import (
-    OPTIMISED,
     NotRestored,
     Outputs,
     derivative,
@@ -53,13 +52,13 @@ def restore(wave: Wave, known: Knowledge) -> Tensor:
         none = kind.trial(len(wave) * known.batch_size, known.classes).to(wave.device)
         return none.view(len(wave), -1, *none.shape[1:])
     if kind.public.dim() > 2 or isinstance(kind, Mask):
-        raise NotRestored(f"labels of several dimensions are not restored; {OPTIMISED}")
+        raise NotRestored("labels of several dimensions are not restored")
     dummies = Dummies(wave.params, known)
     other = not is_cross_entropy(known.loss) or type(kind) not in (LabelKind, Binary) or _ends_otherwise(known, dummies)
     if other and not like_two_logits(known, outputs := outputs_of(*dummies.run)):
         noisy = known.chain.update_distribution != UpdateDistribution()
         if not known.chain.local.one_gradient or (known.batch_size > 1 and noisy):
-            raise NotRestored(f"under this loss labels are restored from one gradient without noise; {OPTIMISED}")
+            raise NotRestored("under this loss labels are restored from one gradient without noise")
         found = [_solved(wave.alone(k), wave.params, known, outputs, dummies) for k in range(len(wave))]
         return torch.stack(found).to(wave.device)
     labels = [auto(wave.alone(k), wave.params, known, dummies) for k in range(len(wave))]
@@ -236,7 +235,7 @@ def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
         weight, bias = torch.cat([-weight, weight]), None if bias is None else torch.cat([-bias, bias])
     if len(weight) != known.classes:
         raise NotRestored(
-            f"{layer!r}, the last fully connected layer, has {len(weight)} outputs for {known.classes} classes; {OPTIMISED}"
+            f"{layer!r}, the last fully connected layer, has {len(weight)} outputs for {known.classes} classes"
         )
     return weight, None if bias is None else -_exact(bias)
 
@@ -258,7 +257,7 @@ def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, 
         return solved(weight, bias, layer, offset, known, outputs, exact)
     mean = is_mean(known.loss, known.classes, known.label_kind)
     if bias is None or not exact or not mean or not isinstance(known.label_kind, Findings):
-        raise NotRestored(f"labels of this kind are restored from the whole gradient of one example; {OPTIMISED}")
+        raise NotRestored("labels of this kind are restored from the whole gradient of one example")
     gradient = known.batch_size * torch.cat([weight, bias[:, None]], 1)
     features, _ = dummies.passed
     return findings_of_batch(gradient, layer, offset, known, outputs, features @ layer.T + offset)
@@ -270,7 +269,7 @@ def _classifier(known: Knowledge) -> str:
     try:
         return classifier(known.model, known.shape)
     except ValueError as error:
-        raise NotRestored(f"{error}; {OPTIMISED}") from error
+        raise NotRestored(error) from error
 
 
 def _of_logits(features: Tensor, known: Knowledge, params: Params, logits: Tensor) -> Tensor:
@@ -341,7 +340,7 @@ def _restored(
     """iLRG, by the system before local training or the average of those before and after; outputs: under another loss."""
     weight, bias = _gradient(update, known)
     if bias is None:
-        raise NotRestored(f"iLRG reads the classifier's bias gradient, and {_classifier(known)!r} has no bias; use llg")
+        raise NotRestored(f"iLRG reads the classifier's bias gradient, and {_classifier(known)!r} has no bias")
     if not (_telling(weight, bias) and bias.any()):
         return _even(known)
     before, after = _systems(update, params, known, outputs)

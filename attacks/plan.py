@@ -69,10 +69,6 @@ class PlannedAttack:
         lengths: of sentences: hidden, or given by the threat model.
         tune: "shadow": in each round choose its prior on shadow updates of auxiliary images; also the default where the chain
             draws noise of a known density.
-
-    Example:
-        >>> PlannedAttack.from_table({"use": "dlg", "iterations": 300}, "[[attack]]").budget
-        Budget(iterations=300, restarts=1, seconds=None)
     """
 
     name: str
@@ -88,15 +84,7 @@ class PlannedAttack:
 
     @classmethod
     def from_table(cls, table: Table, where: str) -> "PlannedAttack":
-        """Read an `[[attack]]` table.
-
-        Args:
-            table: as `tomllib` parses it.
-            where: its place in the scenario, for messages.
-
-        Raises:
-            SpecError: the message names the mistake.
-        """
+        """Read an `[[attack]]` table; SpecError names the mistake, and where the table is in the scenario."""
         spent = {k: v for k, v in table.items() if k in _BUDGET}
         component = {k: v for k, v in table.items() if k not in _OWN}
         attack = build(component, where, ATTACK, more_keys=_OWN)
@@ -184,10 +172,6 @@ class AttackPlan(Checked):
         clients: clients to attack, counted from 0 (under a secure sum a group, by its first client); default: all.
         wave: observations that one worker attacks together, at least 1.
         seed: of the attacker's randomness; default: the scenario's.
-
-    Example:
-        >>> [round for round in range(1, 10) if AttackPlan((), every=3).attacks_round(round)]
-        [1, 4, 7]
     """
 
     attacks: tuple[PlannedAttack, ...]
@@ -245,11 +229,9 @@ class AttackPlan(Checked):
         if "every" in options and arguments.get("rounds") is not None:
             raise SpecError("[audit]: every has no effect when rounds lists the rounds; leave one of the two out")
         for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1)):
-            if arguments.get(key) == ():
-                raise SpecError(f"[audit]: {key} is empty, and nothing would be attacked: leave it out")
-            for value in arguments.get(key) or ():
-                if not low <= value <= high:
-                    raise SpecError(f"[audit]: {key} must be in {low}..{high}, got {value}")
+            values = arguments.get(key)
+            if values is not None and not (values and all(low <= value <= high for value in values)):
+                raise SpecError(f"[audit]: {key} must list numbers in {low}..{high}, got {list(values)}")
         plan: AttackPlan = call(cls, arguments, "[audit]")
         return plan
 

@@ -29,6 +29,9 @@ PROVEN = 1e-4  # relative error from which on they explain the gradient
 class NotRestored(ValueError):
     """The labels cannot be restored, but a search may optimise them together with the examples."""
 
+    def __init__(self, why: object) -> None:
+        super().__init__(f"{why}; {OPTIMISED}")
+
 
 Outputs = Callable[[Tensor], Tensor]  # the classifier's outputs (N, D) -> the network's outputs
 
@@ -47,9 +50,7 @@ def outputs_of(last: LayerCall, result: Tensor) -> Outputs:
         for activation in tried:
             if close(activation(z).view_as(result), result):
                 return lambda z: activation(z).view(len(z), *result.shape[1:])
-    raise NotRestored(
-        f"the network's outputs are no plain function of its last fully connected layer, {last.name!r}; {OPTIMISED}"
-    )
+    raise NotRestored(f"the network's outputs are no plain function of its last fully connected layer, {last.name!r}")
 
 
 def derivative(known: Knowledge, outputs: Outputs, z: Tensor, y: Tensor) -> Tensor:
@@ -77,13 +78,13 @@ def solved(
         NotRestored: no label explains it.
     """
     if bias is None or not bias.any():
-        raise NotRestored(f"the classifier has no bias gradient, which gives the outputs of the example; {OPTIMISED}")
+        raise NotRestored("the classifier has no bias gradient, which gives the outputs of the example")
     features = bias @ weight / bias.square().sum()
     z = (layer @ features + offset)[None]
 
     found = known.label_kind.solved(partial(derivative, known, outputs, z), bias, exact, known.classes)
     if found is None:
-        raise NotRestored(f"no label explains the classifier's gradient under this loss; {OPTIMISED}")
+        raise NotRestored("no label explains the classifier's gradient under this loss")
     return found
 
 
@@ -103,8 +104,7 @@ def findings_of_batch(
     """
     size, width = known.batch_size, len(gradient)
     if not size < width <= MOST_FINDINGS:
-        why = f"multi-label targets are restored if they have more labels than the batch has examples, at most {MOST_FINDINGS}"
-        raise NotRestored(f"{why}; {OPTIMISED}")
+        raise NotRestored(f"of multi-label targets more labels than examples are needed, at most {MOST_FINDINGS}")
     every = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * width)
     if bool((known.label_kind.public.sum(1) == 1).all()):
         every = torch.eye(width, dtype=torch.float64)

@@ -36,10 +36,8 @@ class freeze(UpdateTransform):
         if unknown:
             named = [name for name, module in self.model.named_modules() if name and list(module.parameters())]
             raise ValueError(f"the model has no layer {unknown[0]!r} with parameters (it has: {', '.join(named)})")
-        if not self.layers:
-            raise ValueError("layers is empty: name at least one layer to freeze")
-        if all(map(self.frozen, parameters)):
-            raise ValueError("layers names all of the model's parameters: nothing would be trained")
+        if not self.layers or all(map(self.frozen, parameters)):
+            raise ValueError("layers must name at least one layer to freeze, and leave one to train")
 
     def frozen(self, name: str) -> bool:
         return any(_within(name, layer) for layer in self.layers)
@@ -65,11 +63,6 @@ class private_layers(freeze):
 
     Args:
         model, layers: as of freeze.
-
-    Example:
-        >>> link = private_layers(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), layers=["1"])
-        >>> link.stays("0.bias"), link.stays("1.bias")
-        (False, True)
     """
 
     remembers = True

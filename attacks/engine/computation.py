@@ -175,20 +175,20 @@ def dense_input_layer(model: nn.Module, shape: Sequence[int], biased: bool = Tru
     """The fully connected layer that reads the example itself; one with a ReLU behind it if there are several.
 
     Raises:
-        ValueError: there is none, it has no bias or no ReLU, as asked, or its parameters are used elsewhere as well; the message
-            names the layer.
+        ValueError: there is none, it has no bias or no ReLU, as asked, or its parameters are used elsewhere as well.
     """
     layers = input_layers(model, shape)
     dense = sorted((layer for layer in layers if layer.dense), key=lambda own: (not own.call.bias, not own.relu))
     if not dense:
         found = f"; {layers[0].name!r} is a convolution" if layers else ""
         raise ValueError(f"no fully connected layer reads the example itself{found}")
-    if biased and not dense[0].call.bias:
-        raise ValueError(f"layer {dense[0].name!r} has no bias, which would give the images' scale")
-    if not dense[0].only:
-        raise ValueError(f"the parameters of layer {dense[0].name!r} are used more than once in a forward pass")
-    if relu and not dense[0].relu:
-        raise ValueError(f"no ReLU follows layer {dense[0].name!r}, so its error signals have no zeros")
+    faults = {
+        "has no bias, which would give the images' scale": biased and not dense[0].call.bias,
+        "has parameters that are used more than once in a forward pass": not dense[0].only,
+        "has no ReLU behind it, so its error signals have no zeros": relu and not dense[0].relu,
+    }
+    if wrong := [fault for fault, here in faults.items() if here]:
+        raise ValueError(f"layer {dense[0].name!r} {wrong[0]}")
     return dense[0]
 
 
