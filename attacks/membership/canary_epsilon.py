@@ -33,23 +33,11 @@ def cosines(released: Update, canaries: Iterable[Update]) -> Tensor:
 
 
 def gaussian_epsilon(ratio: float, delta: float) -> float:
-    """The exact epsilon of the Gaussian mechanism; ratio: sensitivity over sigma, times sqrt(releases) (Balle, Wang, 2018).
+    """The exact epsilon of the Gaussian mechanism; ratio: sensitivity over sigma, times sqrt(releases) (Balle, Wang, 2018)."""
+    import dp_accounting  # type: ignore[import-untyped]
 
-    Example:
-        >>> round(gaussian_epsilon(1.0, delta=1e-5), 2)
-        4.38
-    """
-    if not ratio:
-        return 0.0
-
-    def excess(epsilon: float) -> float:
-        """P(S) - e^epsilon Q(S) of N(ratio, 1) and N(0, 1) on the set where p > e^epsilon q."""
-        ends = torch.tensor([ratio / 2 - epsilon / ratio, -ratio / 2 - epsilon / ratio], dtype=torch.float64)
-        log_p, log_q = torch.special.log_ndtr(ends).tolist()
-        # by logarithms: e^epsilon may overflow where Q's part underflows
-        return math.exp(log_p) - math.exp(min(epsilon + log_q, log_p))
-
-    return smallest(excess, delta)
+    epsilon = float(dp_accounting.get_epsilon_gaussian(1 / ratio, delta)) if ratio else 0.0
+    return epsilon if epsilon <= LARGEST else math.inf
 
 
 def smallest(excess: Callable[[float], float], delta: float) -> float:

@@ -2,7 +2,6 @@
 
 import math
 
-import dp_accounting
 import pytest
 import scipy.integrate
 import scipy.stats
@@ -18,14 +17,6 @@ from tests.attacks.refusals import check_named
 from tests.theory.canary_world import combine_iterates, empirical_epsilon, normal_epsilon
 
 LIKE: Update = {"w": torch.zeros(64, 100), "b": torch.zeros(100)}
-
-
-@pytest.mark.parametrize("sigma", [0.01, 0.05, 0.3, 0.5, 1.0, 3.0, 20.0])
-@pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-8])
-def test_equal_variances_are_the_gaussian_mechanism_as_others_compute_it(sigma: float, delta: float) -> None:
-    assert gaussian_epsilon(1 / sigma, delta) == pytest.approx(
-        dp_accounting.get_epsilon_gaussian(sigma, delta), rel=1e-6, abs=1e-6
-    )
 
 
 @given(mean=st.floats(-3, 3), deviation=st.floats(0.5, 2.0), epsilon=st.floats(0.1, 4.0))
