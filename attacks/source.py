@@ -3,7 +3,7 @@
 A third source, of a recorded run, is fedgauge.server.store.tape_source.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,6 @@ from fedgauge.client.transforms import GroupMean
 from fedgauge.client.update import Batch, Params, Update
 
 NO_TRUTH = 'labels = "given" needs the true labels, which the server of a deployment does not have: use "restored"'
-Truth = Callable[[int, int], Batch]  # (client, round) -> the private batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,22 +28,13 @@ class FederationSource:
     Args:
         federation: the clients, their data and their network.
         blind: there is no truth, as in a deployment.
-        given: `(client, round) -> batch`, a truth in place of the federation's own.
 
     Raises:
         SpecError: on first use of a part that the protocol describes wrongly.
-
-    Example:
-        >>> from fedgauge.client.protocol import Protocol
-        >>> tables = {"rounds": 1, "clients": 4, "data": {"use": "mnist5k"}, "model": {"use": "mlp", "hidden": [8]}}
-        >>> protocol = Protocol.from_tables({**tables, "chain": [{"use": "local_sgd", "rate": 0.1}]})
-        >>> FederationSource(Federation(protocol)).wave(clients=[0, 2]).update["1.weight"].shape
-        torch.Size([2, 8, 784])
     """
 
     federation: Federation
     blind: bool = False
-    given: Truth | None = None
 
     @cached_property
     def auxiliary(self) -> Batch:
@@ -63,12 +53,10 @@ class FederationSource:
         """
         if self.blind:
             raise ValueError(NO_TRUTH)
-        return (self.given or self.federation.batch_at)(client, round)
+        return self.federation.batch_at(client, round)
 
     def trained_on(self, wave: Wave, client: int) -> Batch | None:
         """Return the same examples after the chain's batch transforms, such as mixup; None if there are none."""
-        if self.given is not None:
-            return None
         return self.federation.trained_on(wave.params, wave.buffers, client, wave.round)
 
     def seen(
@@ -77,19 +65,17 @@ class FederationSource:
         round: int = 1,
         sent: tuple[Params, Mapping[str, Tensor]] | None = None,
         update: Update | None = None,
-        returned: Mapping[str, Tensor] = {},
     ) -> Observation:
         """Return the server's observation of a client in a round.
 
         Args:
             sent: weights and buffers; default: the initial ones.
             update: if it is there already; default: it is computed.
-            returned: buffers that the client sent back.
         """
         params, buffers = self.federation.initial() if sent is None else sent
         if update is None:
             update = self.federation.client_update(params, buffers, client, round)
-        return Observation(round, client, params, update, buffers, returned=returned)
+        return Observation(round, client, params, update, buffers)
 
     def wave(self, clients: Sequence[int] = (0,), round: int = 1) -> Wave:
         """Return the server's observations of these clients in a round at the initial weights."""

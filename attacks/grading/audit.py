@@ -65,15 +65,6 @@ class Auditor:
         metrics: names of the metrics to grade by; default: all that apply.
         purpose: key of the randomness that all attacks share; default: each attack has its own.
         labels_in_order: given labels are in the client's order, as in some papers.
-
-    Example:
-        >>> from fedgauge.client.protocol import Protocol
-        >>> tables = {"rounds": 1, "clients": 4, "data": {"use": "mnist5k"}, "model": {"use": "mlp", "hidden": [8]}}
-        >>> protocol = Protocol.from_tables({**tables, "chain": [{"use": "local_sgd", "rate": 0.1}]})
-        >>> source, attack = FederationSource(Federation(protocol)), PlannedAttack("analytic", {"use": "analytic"})
-        >>> (result,) = Auditor(source, metrics=frozenset({"psnr"})).audit(attack, source.wave())
-        >>> result.rows[0].value > 100  # dB: exact
-        True
     """
 
     source: FederationSource
@@ -131,17 +122,12 @@ class Auditor:
         others: Mapping[int, int] = {},
         memories: Mapping[int, ClientState] = {},
     ) -> list[AuditResult]:
-        """Attack a wave, then grade the reconstructions.
+        """Attack a wave, then grade the reconstructions: one result for each client, in the wave's order.
 
         Args:
-            planned: the attack, with its knowledge and budget.
-            wave: observations of several clients in one round.
             others: by client, another client of the same round. The result is also graded against the other client's truth,
                 as its baseline wrong_client(attack).
             memories: by client, what a stateful attack remembers of it from earlier rounds.
-
-        Returns:
-            One result for each client, in the wave's order.
 
         Raises:
             ValueError: the attack returned a batch of the wrong shape.
@@ -211,17 +197,12 @@ class Auditor:
     def attack(
         self, planned: PlannedAttack, wave: Wave, members: int, memories: Mapping[int, ClientState] = {}
     ) -> list[tuple[Reconstruction, ClientState | None]]:
-        """Attack a wave without grading it. The attack gets no more of the truth than its threat model gives it.
+        """Attack a wave without grading it: for each client the reconstruction, and the memory of a stateful attack.
+
+        The attack gets no more of the truth than its threat model gives it. Other arguments and errors are those of `audit`.
 
         Args:
-            planned, wave, memories: as for `audit`.
             members: clients that the server sees as one sum.
-
-        Returns:
-            For each client the reconstruction, and the memory of a stateful attack (else None).
-
-        Raises:
-            ValueError: the attack returned a batch of the wrong shape.
         """
         attack = planned.build()
         known, wave = self._threat(planned, attack, wave, members)
@@ -259,17 +240,11 @@ class Auditor:
     def grade(
         self, attack: str, wave: Wave, client: int, result: Reconstruction, other: int | None = None
     ) -> tuple[Reconstruction, list[ScoreRecord]]:
-        """Grade a reconstruction against its client's truth.
+        """Grade a reconstruction against its client's truth; return it in the truth's order, and the rows.
 
         Args:
             attack: the name for the rows.
-            wave: the attacked wave.
-            client: the attacked client.
-            result: the reconstruction.
             other: another client; the result is also graded against its truth.
-
-        Returns:
-            The reconstruction in the truth's order, and the rows.
         """
         source, round = self.source, wave.round
         truth, augmented = source.truth(client, round), source.trained_on(wave, client)
@@ -281,34 +256,31 @@ class Auditor:
 
 
 def _checked(returned: Any, count: int, like: Tensor) -> list[Reconstruction]:
-    """Check what an attack, perhaps a user's, returned.
-
-    Args:
-        count: of updates.
-        like: a batch of examples.
-
-    Raises:
-        ValueError: it is something else than reconstructions of such batches.
-    """
+    """Check what an attack, perhaps a user's, returned for so many updates; like: a batch of examples."""
     given: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
+    wrong: tuple[str, object] | None = None
     if len(given) != count or not all(isinstance(result, Reconstruction) for result in given):
         found = ", ".join(type(result).__name__ for result in given) or "none"
-        raise ValueError(
-            f"the attack must return a list of {count} Reconstruction, one for each update, and returned {found}"
-        )
-    for result in given:
-        for name, t in (("x", result.x), ("y", result.y), ("confidence", result.confidence)):
-            if not isinstance(t, Tensor | None):
-                raise ValueError(f"the attack must return {name} as a tensor or None, and returned {type(t).__name__}")
-        x = like if result.x is None else result.x
-        if x.shape != like.shape or x.is_floating_point() != like.is_floating_point():
-            forms = [f"{tuple(t.shape)} of {t.dtype}" for t in (like, x)]
-            raise ValueError(f"the attack must return a whole batch, {forms[0]}, and returned {forms[1]}")
-        if result.status not in (known := get_args(Status)):
-            raise ValueError(
-                f"the attack must return a status among {', '.join(known)}, and returned {result.status!r}"
-            )
+        wrong = f"a list of {count} Reconstruction, one for each update", found
+    else:
+        wrong = next(filter(None, (_fault(result, like) for result in given)), None)
+    if wrong is not None:
+        raise ValueError(f"the attack must return {wrong[0]}, and returned {wrong[1]}")
     return given
+
+
+def _fault(result: Reconstruction, like: Tensor) -> tuple[str, object] | None:
+    """Return what was expected of a reconstruction, and what was returned instead."""
+    parts: dict[str, Any] = {"x": result.x, "y": result.y, "confidence": result.confidence}
+    for name, t in parts.items():
+        if not isinstance(t, Tensor | None):
+            return f"{name} as a tensor or None", type(t).__name__
+    x = like if result.x is None else result.x
+    if x.shape != like.shape or x.is_floating_point() != like.is_floating_point():
+        expected, found = (f"{tuple(t.shape)} of {t.dtype}" for t in (like, x))
+        return f"a whole batch, {expected}", found
+    known = get_args(Status)
+    return None if result.status in known else (f"a status among {', '.join(known)}", repr(result.status))
 
 
 def _on(memory: ClientState, device: torch.device) -> ClientState:

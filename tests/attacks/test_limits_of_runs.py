@@ -34,7 +34,7 @@ from fedgauge.defenses.mask import mask
 from fedgauge.defenses.noise import gaussian, identity, laplace
 from fedgauge.defenses.prune import prune
 from fedgauge.defenses.sign import sign
-from tests.attacks.refusals import check_named
+from tests.attacks.refusals import check_named, with_truth
 from tests.theory.gaussian_world import covariance_of, fisher
 
 Make = Callable[..., Any]
@@ -198,8 +198,8 @@ def test_a_limit_has_one_row_for_each_client_and_needs_no_truth(
     def forbidden(client: int, round: int) -> Batch:
         raise AssertionError("a limit needs no truth")
 
-    both = Auditor(FederationSource(fed, given=forbidden)).audit(planned, observe(fed, (0, 1)), {0: 1, 1: 0})
-    (alone,) = Auditor(FederationSource(fed, given=forbidden)).audit(planned, observe(fed, (1,)))
+    both = Auditor(with_truth(fed, forbidden)).audit(planned, observe(fed, (0, 1)), {0: 1, 1: 0})
+    (alone,) = Auditor(with_truth(fed, forbidden)).audit(planned, observe(fed, (1,)))
     assert [a.client for a in both] == [0, 1]
     values = []
     for outcome in (*both, alone):

@@ -32,6 +32,7 @@ from fedgauge.client.data.batches import Shards
 from fedgauge.client.federation import Federation
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
+from tests.attacks.refusals import with_truth
 
 Make = Callable[..., Any]
 MLP = {"use": "mlp", "hidden": [16]}
@@ -160,7 +161,7 @@ def test_no_attack_touches_private_data(
     def invented(client: int, round: int) -> Batch:
         return Batch(torch.full((members, 1, 28, 28), 0.5), torch.zeros(members, dtype=torch.int64))
 
-    for one, other in zip(audited, Auditor(FederationSource(fed, given=invented)).audit(plan, wave), strict=True):
+    for one, other in zip(audited, Auditor(with_truth(fed, invented)).audit(plan, wave), strict=True):
         values = rows_of(one.rows, plan.name, "mse")
         assert all(isinstance(value, float) for value in values) and values != rows_of(other.rows, plan.name, "mse")
         assert one.reconstruction.x is not None and other.reconstruction.x is not None
@@ -223,7 +224,7 @@ def test_memory_is_stored_before_the_truth_is_read(make_federation: Make, observ
 
     honest, other = (
         Auditor(FederationSource(fed)).audit(plan, wave),
-        Auditor(FederationSource(fed, given=turned)).audit(plan, wave),
+        Auditor(with_truth(fed, turned)).audit(plan, wave),
     )
     for a, b in zip(honest, other, strict=True):
         assert a.memory is not None

@@ -19,6 +19,7 @@ from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.vision import mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
+from tests.attacks.refusals import with_truth
 from tests.attacks.test_attack_contract import well_shaped
 
 # what makes an attack small enough for seconds; one that needs nothing needs no line
@@ -100,7 +101,7 @@ def test_another_truth_changes_the_scores_and_not_the_reconstruction(name: str, 
 
     honest, other = (
         Auditor(FederationSource(fed)).audit(plan, wave)[0],
-        Auditor(FederationSource(fed, given=invented)).audit(plan, wave)[0],
+        Auditor(with_truth(fed, invented)).audit(plan, wave)[0],
     )
     assert honest.reconstruction.x is not None and other.reconstruction.x is not None
     assert torch.equal(honest.reconstruction.x, other.reconstruction.x)
