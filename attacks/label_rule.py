@@ -94,8 +94,8 @@ def label_rule(known: Knowledge, params: Params, rows: Rows, published: Callable
     Args:
         published: the labels (B,) that the method to be compared with restores from an update.
     """
-    images = known.auxiliary
-    if images is None or len(images.y) < 2 * known.batch_size or known.chain.one_at_a_time:
+    images = known.public
+    if len(images.y) < 2 * known.batch_size or known.chain.one_at_a_time:
         return None
     if FEWEST * rows(params).numel() > MOST_NUMBERS:
         return None
@@ -108,8 +108,7 @@ def label_rule(known: Knowledge, params: Params, rows: Rows, published: Callable
 def _learned(
     known: Knowledge, params: Params, rows: Rows, published: Callable[[Update], Tensor], name: str
 ) -> dict[str, Tensor]:
-    images, rng = known.auxiliary, generator("label rule", name)
-    assert images is not None
+    images, rng = known.public, generator("label rule", name)
     order = torch.randperm(len(images.y), generator=rng)
     held = max(known.batch_size, len(order) // 4)
     parts = []
@@ -125,9 +124,8 @@ def _learned(
 
 
 def _updates(known: Knowledge, params: Params, rows: Rows) -> int:
-    images = 0 if known.auxiliary is None else len(known.auxiliary.y)
     few = min(UPDATES, NUMBERS // rows(params).numel())
-    return max(min(few, min(EXAMPLES, PER_IMAGE * images) // known.batch_size), FEWEST)
+    return max(min(few, min(EXAMPLES, PER_IMAGE * len(known.public.y)) // known.batch_size), FEWEST)
 
 
 def _observed(
@@ -139,9 +137,7 @@ def _observed(
     rng: torch.Generator,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows (n, classes, D) of simulated updates of auxiliary images (n, B), the true counts and the published method's."""
-    images = known.auxiliary
-    assert images is not None
-    x, y = images.x[drawn], images.y[drawn]
+    x, y = (t[drawn] for t in known.public)
     found: list[Tensor] = []
     others: list[Tensor] = []
     for some in Simulator(known, params).updates(x, y, rng):

@@ -93,8 +93,7 @@ def sorting_block(known: Knowledge, bins: int | None = None, members: int = 0) -
 class imprint(ServerAttack):
     """Makes an added block sort images into bins by brightness.
 
-    Thresholds are quantiles of the public images' brightness, smoothed by a normal kernel; without public images, of a normal
-    distribution estimated from the normalisation.
+    Thresholds are quantiles of the public images' brightness, smoothed by a normal kernel.
 
     Args:
         bins: K, rows of the block.
@@ -130,18 +129,8 @@ def sorting_query(bins: int, known: Knowledge, rng: Generator) -> tuple[Tensor, 
 
 def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float]:
     """Thresholds (K,) of a query with weights >= 0 of sum 1, and the standard deviation of its values."""
-    inner = torch.arange(1, bins, dtype=torch.float64) / bins
-    if len(known.shape) == 1:
-        known.enough(2)  # there is no usual spread of a table's columns
-    if known.auxiliary is None or len(known.auxiliary.x) < 2:
-        scale, offset = input_to_pixels(known)
-        centre = float(weights @ offset) if known.mean else 0.5
-        spread = 0.5 * float(weights @ scale) if known.mean else 0.125  # images differ less than their pixels
-        quantiles = centre + spread * torch.special.ndtri(inner)
-    else:
-        values = known.auxiliary.x.flatten(1).double() @ weights
-        spread = float(values.std())
-        quantiles = quantile_levels(values, bins)
+    values = known.enough(2).x.flatten(1).double() @ weights
+    spread, quantiles = float(values.std()), quantile_levels(values, bins)
     below = -spread  # below every image: pixels are not negative
     if len(known.shape) == 1:
         below = float(quantiles.min()) - BEYOND * spread

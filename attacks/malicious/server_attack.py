@@ -11,7 +11,6 @@ from torch import Generator, Tensor
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Reconstruction, Streams, Wave
 from fedgauge.attacks.engine.computation import classifier
 from fedgauge.client.components import Checked, ComponentKind, SpecError, Table, call
-from fedgauge.client.rng import generator
 from fedgauge.client.transforms import UpdateTransform
 from fedgauge.client.update import Batch, Params, Update
 
@@ -84,12 +83,10 @@ def craft_weights(
 
 
 def fill_with_mean(x: Tensor, size: int, known: Knowledge) -> Tensor:
-    """Fill x (n, ...) up to a batch (size, ...) with the mean public image, or with grey."""
+    """Fill x (n, ...) up to a batch (size, ...) with the mean public image."""
     if len(x) >= size:
         return x[:size]
-    public = None if known.auxiliary is None else known.auxiliary.x
-    blank = torch.full(known.shape, 0.5) if public is None else public.mean(0)
-    return torch.cat([x, blank.to(x).expand(size - len(x), *known.shape)])
+    return torch.cat([x, known.public.x.mean(0).to(x).expand(size - len(x), *known.shape)])
 
 
 def classifier_only(seen: Observation, known: Knowledge) -> Observation:
@@ -151,9 +148,5 @@ def delegated(
 
 
 def probe_batch(known: Knowledge, size: int) -> Batch:
-    """Examples on which to test crafted weights: public ones, or noise where there are none."""
-    public = known.auxiliary
-    if public is None or not len(public.y):
-        rng = generator("a malice is tried on noise")
-        return Batch(torch.rand(size, *known.shape, generator=rng), torch.arange(size) % known.classes)
-    return Batch(public.x[:size], public.y[:size])
+    """Public examples on which to test crafted weights."""
+    return Batch(*(t[:size] for t in known.public))

@@ -37,7 +37,7 @@ class ArrayModality(ImageModality):
         return x.dim() >= 2 and x.is_floating_point()
 
     def metrics(self, gallery: Tensor) -> list[Metric]:
-        return [mse, psnr, correlation, *([identified(gallery)] if len(gallery) else [])]
+        return [mse, psnr, correlation, identified(gallery)]
 
     def arranged(self, x: Tensor) -> Tensor:
         return self.dataset.in_units(x.float())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,17 +72,11 @@ def identified(gallery: Tensor) -> Metric:
     return Metric("identified", compute)
 
 
-@dataclass(frozen=True)
-class Backbone:
-    """The feature network of LPIPS.
+class Backbone(NamedTuple):
+    """The feature network of LPIPS."""
 
-    Args:
-        local: file of its convolutions in the folder weights/ of the local data.
-        torchvision: the name of torchvision's weights, which also finds their download.
-    """
-
-    local: str
-    torchvision: str
+    local: str  # file of its convolutions in the folder weights/ of the local data
+    torchvision: str  # name of torchvision's weights, which also finds their download
 
 
 BACKBONES = {
@@ -90,7 +85,7 @@ BACKBONES = {
 }
 
 
-def lpips_metric(net: str = "alex") -> Metric | None:
+def lpips_metric(net: str) -> Metric | None:
     """LPIPS with a backbone's trained weights (Zhang et al., 2018), or None without them: a random net is no metric."""
     weights = lpips_weights(net)
     if weights is None:
@@ -105,7 +100,7 @@ def lpips_metric(net: str = "alex") -> Metric | None:
     return Metric(f"lpips_{net}", compute)
 
 
-def lpips_weights(net: str = "alex") -> Path | None:
+def lpips_weights(net: str) -> Path | None:
     """The file of a backbone's convolutions: in the local data folder, else in torchvision's cache.
 
     Torchvision downloads it (AlexNet 233 MB, VGG16 528 MB) if the environment has FEDGAUGE_LPIPS=download.
@@ -121,17 +116,20 @@ def lpips_weights(net: str = "alex") -> Path | None:
 def _downloaded(net: str, wanted: bool, hub: Path) -> Path | None:
     if not (wanted or hub.exists()):  # torchvision takes long to import
         return None
-    import torchvision
-
-    url = getattr(torchvision.models, BACKBONES[net].torchvision).DEFAULT.url
-    path = hub / Path(url).name
+    published = _published(net)
+    path = hub / Path(published.url).name
     if wanted and not path.exists():
         try:
-            hub.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(url, str(path), hash_prefix=path.stem.split("-")[-1], progress=False)
+            published.get_state_dict(progress=False, check_hash=True, weights_only=True)
         except (OSError, RuntimeError) as error:  # no network, a full disk, another hash
-            warnings.warn(f"lpips_{net} is unavailable: {url} was not downloaded ({error})", stacklevel=2)
+            warnings.warn(f"lpips_{net} is unavailable: {published.url} was not downloaded ({error})", stacklevel=2)
     return path if path.exists() else None
+
+
+def _published(net: str) -> Any:
+    import torchvision
+
+    return getattr(torchvision.models, BACKBONES[net].torchvision).DEFAULT
 
 
 @lru_cache
@@ -145,10 +143,7 @@ def _lpips_network(net: str, weights: str) -> Callable[[Tensor, Tensor], Tensor]
     if weights.endswith(".safetensors"):
         stored = load_file(weights)
     else:
-        import torchvision
-
-        published = getattr(torchvision.models, BACKBONES[net].torchvision).DEFAULT
-        stored = published.get_state_dict(progress=False, weights_only=True)  # tensors alone
+        stored = _published(net).get_state_dict(progress=False, weights_only=True)  # tensors alone
     for sequence in network.net.children():
         for name, module in sequence.named_children():
             if isinstance(module, torch.nn.Conv2d):
@@ -156,12 +151,8 @@ def _lpips_network(net: str, weights: str) -> Callable[[Tensor, Tensor], Tensor]
     return lambda x, y: network(x, y)
 
 
-def image_metrics(shape: tuple[int, ...], gallery: Tensor | None) -> list[Metric]:
-    """Every metric that applies: SSIM from 11 pixels, LPIPS from 32 pixels with weights, identification with a gallery."""
-    chosen = [mse, psnr]
-    if min(shape[1:]) >= 11:
-        chosen.append(ssim)
-    if gallery is not None and len(gallery) > 0:
-        chosen.append(identified(gallery))
+def image_metrics(shape: tuple[int, ...], gallery: Tensor) -> list[Metric]:
+    """Every metric that applies: SSIM from 11 pixels, LPIPS from 32 pixels with weights."""
+    chosen = [mse, psnr, *([ssim] if min(shape[1:]) >= 11 else []), identified(gallery)]
     perceptual = [lpips_metric(net) for net in BACKBONES] if min(shape[1:]) >= LPIPS_PIXELS else []
     return chosen + [metric for metric in perceptual if metric is not None]

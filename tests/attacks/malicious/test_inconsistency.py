@@ -25,7 +25,9 @@ CLASSES, MEMBERS = 5, 4
 
 def knowledge(model: nn.Module, shape: tuple[int, int, int], members: int = MEMBERS) -> Knowledge:
     links = Chain((local_sgd(0.1), GroupMean(members)))
-    return Knowledge(model.eval(), links, shape, CLASSES, members, (0.4,) * shape[0], (0.3,) * shape[0])
+    public = Batch(torch.rand(8, *shape, generator=generator("public")), torch.arange(8) % CLASSES)
+    statistics = (0.4,) * shape[0], (0.3,) * shape[0]
+    return Knowledge(model.eval(), links, shape, CLASSES, members, *statistics, auxiliary=public)
 
 
 @pytest.mark.parametrize("make", [lenet, convnet, resnet20, mlp])

@@ -145,17 +145,15 @@ def test_label_accuracy_counts_multisets(truth: list[int], guess: list[int], acc
 
 
 def test_without_real_weights_there_is_no_lpips(no_local_data: Path) -> None:
-    assert lpips_weights() is None
-    assert lpips_metric() is None
-    assert "lpips_alex" not in [m.name for m in image_metrics((3, 64, 64), None)]
+    assert lpips_weights("alex") is None
+    assert lpips_metric("alex") is None
+    assert "lpips_alex" not in [m.name for m in image_metrics((3, 64, 64), images(0, 5, 3, 64, 64))]
 
 
 def test_metrics_stand_where_they_have_a_meaning(no_local_data: Path) -> None:
     gallery = images(0, 5, 1, 28, 28)
     assert [m.name for m in image_metrics((1, 28, 28), gallery)] == ["mse", "psnr", "ssim", "identified"]
-    assert [m.name for m in image_metrics((1, 28, 28), None)] == ["mse", "psnr", "ssim"]
-    assert [m.name for m in image_metrics((1, 28, 28), gallery[:0])] == ["mse", "psnr", "ssim"]
-    assert [m.name for m in image_metrics((3, 10, 32), None)] == ["mse", "psnr"]
+    assert [m.name for m in image_metrics((3, 10, 32), gallery)] == ["mse", "psnr", "identified"]
     higher = {m.name: MEASURED[m.name].higher_is_better for m in image_metrics((1, 28, 28), gallery)}
     assert higher == {"mse": False, "psnr": True, "ssim": True, "identified": True}
 
@@ -165,7 +163,7 @@ def test_lpips_is_zero_for_the_same_grows_with_noise_and_is_symmetric(
     local_file: Callable[[str], Path], channels: int
 ) -> None:
     local_file("weights/alexnet_features_torchvision.safetensors")
-    metric = lpips_metric()
+    metric = lpips_metric("alex")
     assert metric is not None
     truth = smooth(0, 2, channels, 32, 32)
     noise = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1))
@@ -175,7 +173,7 @@ def test_lpips_is_zero_for_the_same_grows_with_noise_and_is_symmetric(
     other = smooth(5, 2, channels, 32, 32)
     torch.testing.assert_close(metric(truth, other), metric(other, truth))
     assert not MEASURED[metric.name].higher_is_better
-    assert metric.name in [m.name for m in image_metrics((channels, 32, 32), None)]
+    assert metric.name in [m.name for m in image_metrics((channels, 32, 32), truth)]
 
 
 def test_an_error_of_zero_has_the_largest_psnr() -> None:
