@@ -27,7 +27,7 @@ from fedgauge.attacks.engine.gradient_distances import (
 )
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, factored, flattened
 from fedgauge.attacks.engine.gradients.layers import Unsupported
-from fedgauge.attacks.engine.gradients.per_problem import examples_are_independent, whole_batch_update
+from fedgauge.attacks.engine.gradients.per_problem import whole_batch_update
 from fedgauge.attacks.matching.objective import Objective, averaged, pair_epochs
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
 from fedgauge.client.components import own_line
@@ -241,7 +241,6 @@ class Problems:
         self.plain_alone = self.way.composed or (step is not None and self.way.route == "vmap")
         self.factors: dict[str, FactoredGradient | None] = {}
         self._chosen: tuple[Tensor, ObservedUpdates, Tensor | None] | None = None
-        self.checked = False
 
     @cached_property
     def plain(self) -> Knowledge:
@@ -390,10 +389,8 @@ class Problems:
     def _distances(self, x: Tensor, y: Tensor, seen: ObservedUpdates, own: Variables) -> Tensor:
         if self.step is not None:
             with suppress(Unsupported):
-                if self.checked or examples_are_independent(self.known.model, self.params, x):
-                    self.checked = True
-                    expected = self.step(self.known.model, self.params, x, y, self.likelihood.by_products)
-                    return self._compare(seen, expected)
+                expected = self.step(self.known.model, self.params, x, y, self.likelihood.by_products)
+                return self._compare(seen, expected)
             self._go("vmap")
         return self._generally(x, y, seen.formed(), own)
 
