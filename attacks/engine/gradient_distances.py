@@ -171,16 +171,19 @@ class _OverOther(Distance):
     def density(self) -> bool:
         return self.inner.density
 
+    @property
+    def by_products(self) -> bool:
+        return self.inner.by_products
+
+    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
+        return self.inner.of(products)
+
 
 @dataclass(frozen=True)
 class each(_OverOther):
     """The mean of another distance over the tensors: large ones do not outweigh those of the layers next to the input."""
 
     density = False
-
-    @property
-    def by_products(self) -> bool:
-        return self.inner.by_products
 
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         return torch.stack([self.inner.of({name: p}) for name, p in products.items()]).mean(0)
@@ -193,6 +196,8 @@ class each(_OverOther):
 class visible(_OverOther):
     """Another distance over the entries that are not exactly zero in the observed update: for pruning and for unknown masks."""
 
+    by_products = False
+
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         return self.inner(seen, {k: torch.where(seen[k] != 0, t, torch.zeros_like(t)) for k, t in expected.items()})
 
@@ -202,6 +207,8 @@ class largest(_OverOther):
     """Another distance over a share of each tensor's entries: those that are largest in the observed update."""
 
     keep: Share
+
+    by_products = False
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         kept = {k: self._kept(seen[k]) for k in expected}
@@ -219,10 +226,6 @@ class without(_OverOther):
 
     names: tuple[str, ...]
 
-    @property
-    def by_products(self) -> bool:
-        return self.inner.by_products
-
     def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
         return self.inner.of({k: p for k, p in products.items() if k not in self.names})
 
@@ -239,11 +242,6 @@ class visible_columns(_OverOther):
     """
 
     names: tuple[str, ...]
-
-    by_products = True
-
-    def of(self, products: Mapping[str, InnerProducts]) -> Tensor:
-        return self.inner.of(products)
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         left = {k: torch.where((seen[k] != 0).any(0), expected[k], torch.zeros_like(expected[k])) for k in self.names}

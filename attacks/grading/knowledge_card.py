@@ -48,23 +48,21 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         if planned.tests_membership
         else f"labels {attack.label_source if planned.labels == 'restored' else planned.labels}",
         f"chain {planned.defense}: {links}",
-        *(["the order of each epoch assumed"] if isinstance(local, LocalTraining) and local.shuffle else []),
-        *(["each client's control variates known from its earlier updates"] if local.remembers else []),
-        *(
-            [f"layers that stay at the client ({kept}) unknown, and taken at the values that the server sends"]
-            if kept
-            else []
-        ),
-        *([NO_DERIVATIVE] if cannot_move(fed, planned) else []),
-        *([] if is_cross_entropy(fed.loss) else [f"loss {describe(fed.protocol.loss)} known"]),
+        "the order of each epoch assumed" if isinstance(local, LocalTraining) and local.shuffle else "",
+        "each client's control variates known from its earlier updates" if local.remembers else "",
+        f"layers that stay at the client ({kept}) unknown, and taken at the values that the server sends"
+        if kept
+        else "",
+        NO_DERIVATIVE if cannot_move(fed, planned) else "",
+        "" if is_cross_entropy(fed.loss) else f"loss {describe(fed.protocol.loss)} known",
         batch,
         ", ".join(filter(None, (modality.condition(planned.lengths), auxiliary))),
-        *([_batch_norm(fed)] if norms else []),
-        *(["each client's earlier rounds"] if attack.is_stateful else []),
-        *(["tuned on shadow updates of auxiliary examples"] if planned.tune == "shadow" else []),
-        *([] if planned.metric else [str(planned.budget)]),
+        _batch_norm(fed) if norms else "",
+        "each client's earlier rounds" if attack.is_stateful else "",
+        "tuned on shadow updates of auxiliary examples" if planned.tune == "shadow" else "",
+        "" if planned.metric else str(planned.budget),
     ]
-    return SEPARATOR.join(parts)
+    return SEPARATOR.join(filter(None, parts))
 
 
 def _batch_norm(fed: Federation) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -104,37 +105,35 @@ def reversible(shape: Shape, classes: int) -> ReversibleNetwork:
 
 
 @dataclass(frozen=True)
-class carried_input(ServerAttack):
-    """Feeds the classifier the image next to the features; zero: also send a zero classifier."""
-
+class _ByArchitecture(ServerAttack):
     zero: bool = False
+    use: ClassVar[str]
+    network: ClassVar[type[nn.Module]]
 
     @property
     def architecture(self) -> Table:
-        return {"use": "carried"}
+        return {"use": self.use}
 
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        return _as_agreed(CarriedInputNetwork, "carried", sent, known, self.zero)
+        if not isinstance(known.model, self.network):
+            raise ValueError(f"the model needs the architecture {self.use}")
+        return with_zero_classifier(dict(sent), known, self.zero)
 
 
 @dataclass(frozen=True)
-class reversible_blocks(ServerAttack):
+class carried_input(_ByArchitecture):
+    """Feeds the classifier the image next to the features; zero: also send a zero classifier."""
+
+    use = "carried"
+    network = CarriedInputNetwork
+
+
+@dataclass(frozen=True)
+class reversible_blocks(_ByArchitecture):
     """Replaces the network by reversible blocks; zero: also send a zero classifier."""
 
-    zero: bool = False
-
-    @property
-    def architecture(self) -> Table:
-        return {"use": "reversible"}
-
-    def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
-        return _as_agreed(ReversibleNetwork, "reversible", sent, known, self.zero)
-
-
-def _as_agreed(kind: type[nn.Module], architecture: str, sent: Params, known: Knowledge, zero: bool) -> Params:
-    if not isinstance(known.model, kind):
-        raise ValueError(f"the model needs the architecture {architecture}")
-    return with_zero_classifier(dict(sent), known, zero)
+    use = "reversible"
+    network = ReversibleNetwork
 
 
 @dataclass(frozen=True)

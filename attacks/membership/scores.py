@@ -114,17 +114,8 @@ def label_frequency(scoring: Scoring) -> Tensor:
     return (counts / counts.sum())[labels].expand(len(scoring.wave), -1)
 
 
-SCORES: Mapping[str, Score] = {
-    "likelihood_ratio": likelihood_ratio,
-    "matched_filter": matched_filter,
-    "cosine": cosine,
-    "gradient_difference": gradient_difference,
-    "fedmia": fedmia,
-    "fedmia_loss": fedmia_loss,
-    "loss_change": loss_change,
-    "loss": loss,
-    "label_frequency": label_frequency,
-}
+_BY_UPDATE = (likelihood_ratio, matched_filter, cosine, gradient_difference, fedmia, fedmia_loss, loss_change)
+SCORES: Mapping[str, Score] = {score.__name__: score for score in (*_BY_UPDATE, loss, label_frequency)}
 
 
 def classes_of(batch: Batch) -> Tensor:
