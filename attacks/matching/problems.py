@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -26,11 +25,11 @@ from fedgauge.attacks.engine.gradient_distances import (
     visible_columns,
 )
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, factored, flattened
-from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import whole_batch_update
 from fedgauge.attacks.matching.objective import Objective, averaged, pair_epochs
 from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
 from fedgauge.client.components import own_line
+from fedgauge.client.gradient import StochasticLayer
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.update import Update
 
@@ -235,7 +234,10 @@ class Problems:
         self.own = self.training.variables(known)
         generally = self.own or not is_mean(known.loss, known.classes, known.label_kind)
         step = None if generally else whole_batch_update(known.chain.mean, known.loss)
-        self.way = differentiation_of(known, wave.params, step is not None)
+        draws = any(
+            isinstance(m, StochasticLayer) for m in known.model.modules()
+        )  # one pass lacks its term of the loss
+        self.way = differentiation_of(known, wave.params, step is not None and not draws)
         self.step = step if self.way.route == "one pass" else None
         # for one problem alone, torch.func's derivatives cost two to three times as much as autograd's
         self.plain_alone = self.way.composed or (step is not None and self.way.route == "vmap")
@@ -338,10 +340,8 @@ class Problems:
                     what = f"{type(error).__name__}: {error}{own_line(error)}"
                     why = f"the model, the chain or a prior fails on images of the descent ({what})"
                     raise SearchFails(f"{why}: let it accept any pixels") from error
-                self._go("vmap" if self.step is not None else "loop")
-
-    def _go(self, route: Route) -> None:
-        self.way, self.step = replace(self.way, route=route), None
+                slower: Route = "loop" if self.step is None else "vmap"
+                self.way, self.step = replace(self.way, route=slower), None
 
     def _differentiated(
         self, variables: Variables, seen: ObservedUpdates, labels: Tensor | None, likelihood_weight: Tensor | float
@@ -387,12 +387,9 @@ class Problems:
         return objectives
 
     def _distances(self, x: Tensor, y: Tensor, seen: ObservedUpdates, own: Variables) -> Tensor:
-        if self.step is not None:
-            with suppress(Unsupported):
-                expected = self.step(self.known.model, self.params, x, y, self.likelihood.by_products)
-                return self._compare(seen, expected)
-            self._go("vmap")
-        return self._generally(x, y, seen.formed(), own)
+        if self.step is None:
+            return self._generally(x, y, seen.formed(), own)
+        return self._compare(seen, self.step(self.known.model, self.params, x, y, self.likelihood.by_products))
 
     def _generally(self, x: Tensor, y: Tensor, seen: Update, own: Variables) -> Tensor:
         """The distances by vmap over whole problems, or one after the other, for any chain and model."""
