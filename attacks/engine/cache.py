@@ -80,11 +80,10 @@ class TensorCache:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (self.folder / f"{name}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # released when the process dies
-            if (kept := self.read(name)) is not None:
-                return kept
-            made = make()
-            self.put(name, made)
-        return {name: t.to(self.device) for name, t in made.items()}
+            if (kept := self.read(name)) is None:
+                kept = make()
+                self.put(name, kept)
+        return {name: t.to(self.device) for name, t in kept.items()}
 
     def read(self, name: str) -> dict[str, Tensor] | None:
         """The tensors of a name; None if there are none, or the file is damaged."""

@@ -462,7 +462,4 @@ def _embedding_bag(input: Tensor, weight: Tensor, *further: Any, **settings: Any
     return rows.sum(1) if mode == "sum" else rows.mean(1)
 
 
-_COMPOSED: dict[Any, Callable[..., Any]] = {
-    F.hardsigmoid: _hardsigmoid,
-    F.embedding_bag: _embedding_bag,
-}
+_COMPOSED: dict[Any, Callable[..., Any]] = {F.hardsigmoid: _hardsigmoid, F.embedding_bag: _embedding_bag}

@@ -79,8 +79,8 @@ def numerics(device: torch.device, precision: Precision = "ieee", deterministic:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return Numerics(str(device), name, precision, deterministic, torch.__version__, driver())
-    name = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else ""
-    return Numerics(str(device), f"{platform.machine()} {name}".strip(), "ieee", True, torch.__version__, "")
+    name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return Numerics(str(device), name, "ieee", True, torch.__version__, "")
 
 
 def driver() -> str:

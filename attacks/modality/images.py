@@ -10,12 +10,8 @@ from fedgauge.attacks.learned.auxiliary import Auxiliary
 from fedgauge.attacks.modality.base import DISTANCE, MainMetric, Measured, Modality
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, Metric, image_metrics, match
 
-PSNR: Mapping[str, Any] = {
-    "unit": "dB",
-    "digits": 1,
-    "cap": PSNR_CAP,
-    "ceiling": 40.0,
-}  # dB: beyond it the eye sees no difference
+# beyond 40 dB the eye sees no difference
+PSNR: Mapping[str, Any] = {"unit": "dB", "digits": 1, "cap": PSNR_CAP, "ceiling": 40.0}
 IMAGE_ATTACKS, DECODERS = "fedgauge.attacks", "fedgauge.decoders"  # groups of the registry
 
 
