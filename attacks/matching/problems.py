@@ -234,9 +234,7 @@ class Problems:
         self.own = self.training.variables(known)
         generally = self.own or not is_mean(known.loss, known.classes, known.label_kind)
         step = None if generally else whole_batch_update(known.chain.mean, known.loss)
-        draws = any(
-            isinstance(m, StochasticLayer) for m in known.model.modules()
-        )  # one pass lacks its term of the loss
+        draws = any(isinstance(m, StochasticLayer) for m in known.model.modules())  # one pass lacks its penalty
         self.way = differentiation_of(known, wave.params, step is not None and not draws)
         self.step = step if self.way.route == "one pass" else None
         # for one problem alone, torch.func's derivatives cost two to three times as much as autograd's
