@@ -314,7 +314,7 @@ class Dummies:
     @cached_property
     def run(self) -> tuple[LayerCall, Tensor]:
         """The classifier's call and the network's outputs (N, ...)."""
-        known, params = self.known, self.params
+        known, params, name = self.known, self.params, _classifier(self.known)
         if known.auxiliary is not None:
             x = known.auxiliary.x[:DUMMIES]
         else:
@@ -322,7 +322,7 @@ class Dummies:
         like = next(iter(params.values()))
         x = x.to(like) if x.is_floating_point() else x.to(like.device)  # token ids stay numbers of words
         outputs, calls = called(known.model, params, known.normalise(x))
-        return next(call for call in calls if call.name == _classifier(known)), outputs
+        return next(call for call in calls if call.name == name), outputs
 
     @cached_property
     def passed(self) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Gradients of many candidates at the weights that the server sent, without holding all of them at once."""
 
 from collections.abc import Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.attacks.base import Knowledge
+from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, formed
 from fedgauge.attacks.engine.gradients.layers import Unsupported
 from fedgauge.attacks.engine.gradients.per_problem import gradients
@@ -105,13 +107,15 @@ class CandidateGradients:
 
     def _formed(self, part: Batch) -> Update:
         bare = gradient(self.known.model, self.known.loss, normalise=self.known.normalise, plain=self.known.plain)
-        if self.known.plain or self.draws is not None:
-            each = [bare(self.params, Batch(x[None], y[None]), self.draws) for x, y in zip(*part, strict=True)]
-            return {k: torch.stack([one[k] for one in each]) for k in self.params}
-        try:
-            return {k: formed(t, self.params[k].shape).detach() for k, t in self._factored(part, False).items()}
-        except Unsupported:
-            return vmap(lambda x, y: bare(self.params, Batch(x[None], y[None]), None))(*part)
+        if not self.known.plain and self.draws is None:
+            with suppress(Unsupported):
+                return {k: formed(t, self.params[k].shape).detach() for k, t in self._factored(part, False).items()}
+            try:
+                return vmap(lambda x, y: bare(self.params, Batch(x[None], y[None]), None))(*part)
+            except RuntimeError as error:  # not every network works under vmap
+                raise_if_exhausted(error)
+        each = [bare(self.params, Batch(x[None], y[None]), self.draws) for x, y in zip(*part, strict=True)]
+        return {k: torch.stack([one[k] for one in each]) for k in self.params}
 
     def _factored(self, part: Batch, factors: bool) -> dict[str, Tensor | FactoredGradient]:
         if self.known.plain or self.is_stochastic or not part.x.is_floating_point():

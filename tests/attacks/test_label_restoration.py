@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from fedgauge.attacks.base import Knowledge, Observation, Wave
 from fedgauge.attacks.label_restoration import assignments, auto, fedavg, idlg, ilrg, llg, restore
@@ -287,6 +288,13 @@ def test_a_model_without_a_fitting_classifier_is_refused(
     for method in methods:
         with pytest.raises(ValueError, match=complaint):
             method(params, params, knowledge(model, 2))
+
+
+def test_a_model_of_computed_weights_only_is_refused() -> None:
+    model = nn.Sequential(nn.Flatten(), weight_norm(nn.Linear(784, 10)))
+    params = detached_params(model)
+    with pytest.raises(ValueError, match="no fully connected layer"):
+        restore(Wave.stack([Observation(1, 0, params, params)]), knowledge(model, 2))
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,19 @@ from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.dp_sgd import dp_sgd
 from fedgauge.defenses.precode import precode
+from tests.zoo.layers import Lambda, OldSquare
 
 SHAPE = (1, 12, 12)
 PLAIN = chain(local_sgd(0.1))
+
+
+class Scaled(nn.Linear):
+    """A layer that computes with a multiple of its weights, so that no shortcut reads them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, 2 * self.weight, self.bias)
+
+
 NETS: dict[str, Callable[..., nn.Module]] = {
     "lenet": lenet,
     "convsmall": convsmall,
@@ -29,6 +39,7 @@ NETS: dict[str, Callable[..., nn.Module]] = {
     "precode": lambda *shape: precode(
         lenet(*shape), 4, beta=0.1
     ),  # a layer that draws, at its mean, and adds to the loss
+    "refuses_vmap": lambda *shape: nn.Sequential(Lambda(OldSquare.apply), nn.Flatten(), Scaled(144, 4)),
 }
 
 
