@@ -20,6 +20,7 @@ from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
 from fedgauge.client.components import Table
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer
+from fedgauge.client.models.language import LanguageModel
 
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
@@ -35,8 +36,13 @@ def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
     own = {entry.name for entry in ATTACK.entries() if entry.group in groups}
     levels = EFFORTS[: EFFORTS.index(effort) + 1]
     tables = [table for least, table in CHOICES if least in levels and table["use"] in own]
-    chosen = [table for table in tables if table["use"] not in WORKS or WORKS[table["use"]](federation)]
+    chosen = [table for table in tables if _fits(table, federation)]
     return [dict(table) if table["use"] in ONCE else {**table, "iterations": ITERATIONS[effort]} for table in chosen]
+
+
+def _fits(table: Table, fed: Federation) -> bool:
+    works = WORKS.get(table.get("name", ""), WORKS.get(table["use"]))
+    return works is None or works(fed)
 
 
 def _alone(fed: Federation) -> bool:
@@ -78,7 +84,15 @@ def _has(fed: Federation, kind: type[nn.Module]) -> bool:
     return any(isinstance(module, kind) for module in fed.model.modules())
 
 
-# where an attack works, if not everywhere
+def _names_words(fed: Federation) -> bool:
+    """Return whether the gradient of word embeddings, which has a row for each word, is shared and names a batch's words."""
+    model = fed.model
+    if not isinstance(model, LanguageModel) or model.parts.tied or _alone(fed):
+        return False
+    return model.parts.word in {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+# where an attack, or a table of this name, works, if not everywhere
 WORKS: Mapping[str, Callable[[Federation], bool]] = {
     "analytic": lambda fed: _alone(fed) and _dense(fed) is not None,
     "patch_embedding": lambda fed: _alone(fed) and _works(patches_read, fed),
@@ -89,6 +103,7 @@ WORKS: Mapping[str, Callable[[Federation], bool]] = {
     "exact": _alone,
     "learned_rows": _alone,
     "tag": lambda fed: bool(getattr(fed.chain.local, "adaptive", False)),
+    "tag_known_words": _names_words,
     "bayes": noise_is_known,
     "dlg": lambda fed: fed.shards.dataset.x.is_floating_point(),
     "leave_layer_out": lambda fed: bool(fed.chain.hidden),
@@ -129,6 +144,7 @@ CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("quick", {"use": "exact"}),
     ("quick", {"use": "dager"}),
     ("quick", {"use": "tag"}),
+    ("quick", {"use": "tag", "name": "tag_known_words", "known_tokens": True}),
     ("quick", {"use": "tableak", "restarts": 10}),
     ("standard", {"use": "tableak", "name": "tableak_labels_given", "labels": "given", "restarts": 10}),
     ("quick", _search("inverting_gradients", "off")),
