@@ -55,12 +55,11 @@ class FlowerApp:
             raise SpecError(f"{folder} has no pyproject.toml: give the folder of a Flower app") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"cannot read {path}: {error}") from error
-        app = table.get("tool", {}).get("flwr", {}).get("app", {})
-        parts = app.get("components", {}) if isinstance(app, dict) else {}
+        parts = _table(table, "tool", "flwr", "app", "components")
         for part in ("serverapp", "clientapp"):
             if ":" not in str(parts.get(part, "")):
                 raise SpecError(f"{path}: [tool.flwr.app.components] needs {part} = 'module:object', as flwr run does")
-        config = dict(_flat(app.get("config", {})))
+        config = dict(_flat(_table(table, "tool", "flwr", "app", "config")))
         given = dict(settings)
         rounds = given.pop("rounds", None)
         if unknown := [key for key in given if key not in config]:
@@ -69,7 +68,7 @@ class FlowerApp:
             )
         if rounds is not None:
             given |= {key: rounds for key in ROUNDS if isinstance(config.get(key), int) and key not in given}
-        federations = dict(_flat(table["tool"]["flwr"].get("federations", {})))
+        federations = dict(_flat(_table(table, "tool", "flwr", "federations")))
         nodes = [v for k, v in federations.items() if k.endswith("options.num-supernodes") and isinstance(v, int)]
         return cls(folder, parts["serverapp"], parts["clientapp"], config | given, max(nodes, default=None))
 
@@ -81,6 +80,13 @@ class FlowerApp:
         for attribute in name.split("."):
             found = getattr(found, attribute)
         return found
+
+
+def _table(table: Any, *keys: str) -> Mapping[str, Any]:
+    """Return the table below these keys; empty if there is none."""
+    for key in keys:
+        table = table.get(key) if isinstance(table, Mapping) else None
+    return table if isinstance(table, Mapping) else {}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -199,13 +205,13 @@ class AppGrid(Grid):
             self.trained.setdefault(node, []).append(seen)
             return reply
         except Exception as error:  # as with Flower, a client that fails is an error reply
-            self.failed.append(f"client {node - 1}: {blamed(error, self._folder)}")
+            self.failed.append(f"partition {node - 1}: {blamed(error, self._folder)}")
             return Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
 
 
 def blamed(error: BaseException, folder: Path | None) -> str:
-    """Return an exception in one line, with the last line of the app's own code that it passed."""
+    """Return an exception in one line, with the last line of the app's own code that it passed, if it passed any."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if folder is None or Path(f.filename).is_relative_to(folder)] or frames
+    own = [f for f in frames if folder is None or Path(f.filename).is_relative_to(folder)]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"

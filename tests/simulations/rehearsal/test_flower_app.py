@@ -1,8 +1,12 @@
-"""The copy of an app's folder in which it runs."""
+"""The copy of an app's folder in which it runs, and the errors of its code."""
 
+import sys
 from pathlib import Path
 
-from fedgauge.simulations.rehearsal.flower_app import MANY, SMALL, mirror
+import pytest
+
+from fedgauge.client.components import SpecError
+from fedgauge.simulations.rehearsal.flower_app import MANY, SMALL, FlowerApp, blamed, mirror
 
 
 def test_code_is_copied_and_data_and_environments_are_linked(tmp_path: Path) -> None:
@@ -20,3 +24,26 @@ def test_code_is_copied_and_data_and_environments_are_linked(tmp_path: Path) -> 
     assert linked == {"venv", ".git", "images", "large.bin"}
     (copy / "src/theirs/app.py").write_text("x = 2")
     assert (app / "src/theirs/app.py").read_text() == "x = 1"
+
+
+def test_a_misspelt_part_of_an_app_names_no_line_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "misspelt.py").write_text("client = 1")
+    with pytest.raises(AttributeError) as caught:
+        FlowerApp(tmp_path, "misspelt:server", "misspelt:clinet", {}).part("misspelt:clinet")
+    assert blamed(caught.value, tmp_path) == "AttributeError: module 'misspelt' has no attribute 'clinet'"
+
+
+@pytest.mark.parametrize(
+    "text", ["tool = 1", "[tool]\nflwr = 1", "[tool.flwr]\napp = 1", "[tool.flwr.app]\ncomponents = 'x'"]
+)
+def test_an_app_without_components_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(SpecError, match="serverapp"):
+        FlowerApp.read(tmp_path, {})
+
+
+def test_a_config_that_is_no_table_is_none(tmp_path: Path) -> None:
+    parts = "components = {serverapp = 'a:b', clientapp = 'a:c'}"
+    (tmp_path / "pyproject.toml").write_text(f"[tool.flwr]\nfederations = 'x'\n[tool.flwr.app]\nconfig = 'x'\n{parts}")
+    assert FlowerApp.read(tmp_path, {}) == FlowerApp(tmp_path, "a:b", "a:c", {})
