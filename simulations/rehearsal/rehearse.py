@@ -58,7 +58,9 @@ CLOSE = 0.04  # relative error up to which a draft that is known to be inexact s
 EXACT = 1e-4  # relative error that rounding during training explains
 STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
 ROUNDING = 1e-6  # relative difference of a fitted rate
-AMPLIFIED = 2  # times what the last bit of the examples changes, as BatchNorm does over several steps
+AMPLIFIED = 2  # times what the last bits of the examples change, as where rounding decides on which side of a ReLU's kink one is
+NUDGES = 3  # changes of these bits that are tried
+LAST_BITS = 2.0**-21  # their relative size, that of a layer's rounding
 # codes of the problems with which a draft computes another update
 INEXACT = (
     "optimizer",
@@ -340,22 +342,21 @@ def _compared(
     off = float(np.linalg.norm(list(wrong.values()))) / size if size else math.nan
     exact = bool(size) and off < EXACT + step * math.sqrt(_dot(seen.params, seen.params)) / size
     if size and not exact and off < 1:
-        nudged = _computed(scenario, seen, facts, kind, nudge=True)[0]
-        away = {k: nudged[k] - t for k, t in update.items()}
-        exact = off < AMPLIFIED * math.sqrt(_dot(away, away)) / size
+        nudged = (_computed(scenario, seen, facts, kind, nudge)[0] for nudge in range(1, NUDGES + 1))
+        away = ({k: other[k] - t for k, t in update.items()} for other in nudged)
+        exact = any(off < AMPLIFIED * math.sqrt(_dot(change, change)) / size for change in away)
     return off, max(wrong, key=lambda k: wrong[k]), exact
 
 
-def _computed(
-    scenario: Scenario, seen: Observation, facts: Facts, kind: Kind, nudge: bool = False
-) -> tuple[Update, float]:
+def _computed(scenario: Scenario, seen: Observation, facts: Facts, kind: Kind, nudge: int = 0) -> tuple[Update, float]:
     """Return the update that the scenario gives for observed examples in their order, and the CPU seconds it took.
 
     Args:
-        nudge: change the last bit of the examples.
+        nudge: number of a random change of the examples' last bits; 0: none.
     """
     x, y = map(torch.from_numpy, _examples(facts, *kind))
-    x = torch.nextafter(x, torch.zeros_like(x)) if nudge and x.is_floating_point() else x
+    if nudge and x.is_floating_point():
+        x = x * (1 - LAST_BITS * torch.rand(x.shape, generator=generator("nudge", nudge)))
     batch = Batch(modality_of(scenario.federation.shards.dataset).arranged(x), y)
     tables = tomllib.loads(scenario.to_toml())
     for link in tables["chain"]:
