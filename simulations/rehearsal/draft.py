@@ -3,7 +3,7 @@
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -204,7 +204,8 @@ def write_draft(
         draft.add("[data]", "outputs of the network", classes=target.classes)
     draft.add("[model]", "the network's mode in training", mode=first["mode"])
     _loss(draft, first, target)
-    frozen = [f"net.{name}" for name in first["frozen"]] if form.language else first["frozen"]
+    frozen = layers_of(first["frozen"], first["parameters"])
+    frozen = [f"net.{name}" for name in frozen] if form.language else frozen
     if form.language and form.language["adapter"]:
         frozen = []
         draft.add("[[model.adapter]]", "peft's adapter", use="lora", **form.language["adapter"])
@@ -239,6 +240,18 @@ def write_draft(
             for code, words in facts["notes"].items():
                 if code not in known | {problem.code for problem in draft.problems}:
                     draft.note(code, words)
+
+
+def layers_of(some: Sequence[str], parameters: Iterable[str]) -> list[str]:
+    """Return the layers that have only these parameters, the outermost ones, and the other parameters' names."""
+    others = {place for name in {*parameters} - {*some} for place in _places(name)}
+    return list(dict.fromkeys(next(place for place in _places(name) if place not in others) for name in some))
+
+
+def _places(name: str) -> list[str]:
+    """Return the layers around a parameter, from the outermost on, and its name."""
+    parts = name.split(".")
+    return [".".join(parts[:k]) for k in range(1, len(parts) + 1)]
 
 
 def _examples(rounds: Sequence[Facts]) -> tuple[int, int, bool]:
@@ -347,6 +360,7 @@ def _training(
     values |= {k: group[k] for k in SETTINGS[name] if k in group and group[k] != defaults[k]}
     if group.get("weight_decay"):
         values["weight_decay"] = float(group["weight_decay"])
+    values |= _schedule(draft, [step["groups"][0]["lr"] for step in steps])
     if scale != 1:
         _rescale(values, scale)
     accumulate = max(1, steps[0]["passes"])
@@ -364,7 +378,6 @@ def _training(
     values |= {"epochs": epochs} if whole else {"steps": len(steps)}
     if steps[0]["max_norm"] is not None:
         values["max_norm"] = steps[0]["max_norm"] / scale
-    values |= _schedule(draft, [step["groups"][0]["lr"] for step in steps])
     draft.add("[[chain]]", f"{steps[0]['optimizer']}, {len(steps)} steps of {most} examples", **values)
 
 
@@ -379,19 +392,20 @@ def _rescale(values: dict[str, Any], scale: float) -> None:
 
 
 def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, Any]:
-    """Return the schedule of the rate over a round's steps."""
-    if all(math.isclose(rate, rates[0]) for rate in rates):
+    """Return the schedule of the rate over a round's steps, or their mean rate."""
+    changes = [k for k in range(1, len(rates)) if not math.isclose(rates[k], rates[0])]
+    if not changes:
         return {}
     passed = np.arange(len(rates)) / len(rates)
     for name, factors in {"cosine": (1 + np.cos(np.pi * passed)) / 2, "linear": 1 - passed}.items():
         if np.allclose(rates, rates[0] * factors, rtol=1e-4):
             return {"schedule": name}
-    size = next(k for k, rate in enumerate(rates) if not math.isclose(rate, rates[0]))
-    gamma = rates[size] / rates[0]
+    size = changes[0]
+    gamma = rates[size] / rates[0] if rates[0] else math.nan
     if np.allclose(rates, [rates[0] * gamma ** (k // size) for k in range(len(rates))], rtol=1e-4):
         return {"schedule": "step", "step_size": size, "gamma": gamma}
-    draft.note("schedule", f"the rate goes from {rates[0]:.3g} to {rates[-1]:.3g}; the draft takes the first")
-    return {}
+    draft.note("schedule", f"the rate goes from {rates[0]:.3g} to {rates[-1]:.3g}; the draft takes the mean")
+    return {"rate": float(np.mean(rates))}
 
 
 def with_network(draft: Draft, first: Facts, form: Form) -> Scenario | None:

@@ -105,15 +105,13 @@ class Training:
     drawn: set[int] = field(default_factory=set)  # passes that drew random numbers
     random: list[Tensor] = field(default_factory=list)  # states of generators before the pass
     factor: float = 1.0  # of a gradient scaler
+    outermost: nn.Module = field(default_factory=nn.Module)  # of the modules that are being called
     passed: tuple[str, Sequence[Tensor]] = ("", ())  # the last other network, and its outputs without gradients
     weights: tuple[Any, str] | None = None  # of the network, after its last pass or step: precision and place, and norm
 
     def enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a call of a module that no other module called."""
-        if type(module).__name__ == "Normalize":  # torchvision's
-            mean, std = (vars(module).get(name) for name in ("mean", "std"))
-            if isinstance(mean, Sequence) and isinstance(std, Sequence):
-                self.normalised = ([float(m) for m in mean], [float(s) for s in std])
+        self.outermost = module
         own = {id(p) for p in module.parameters() if p.requires_grad}
         if not torch.is_grad_enabled() or not own:
             return
@@ -165,6 +163,12 @@ class Training:
         self.y.append(
             labels.detach().clone() if ids is not None and (labels := named.get("labels")) is not None else None
         )
+
+    def normalises(self, module: nn.Module) -> None:
+        """Note torchvision's Normalize, unless it is a part of a network."""
+        mean, std = (vars(module).get(name) for name in ("mean", "std"))
+        if isinstance(mean, Sequence) and isinstance(std, Sequence) and not [*self.outermost.parameters()]:
+            self.normalised = ([float(m) for m in mean], [float(s) for s in std])
 
     def _reads(self, named: Mapping[str, Tensor]) -> None:
         """Note padding, other inputs and masked labels of a batch of sentences."""
@@ -406,6 +410,9 @@ class Observer:
                 if now.depth == 1:
                     with _reading(now):
                         now.enters(module, args, kwargs)
+                if type(module).__name__ == "Normalize":
+                    with _reading(now):
+                        now.normalises(module)
                     if now.network is not None:
                         with _reading(now):
                             _watch_opacus(self)  # which the app may have imported only now

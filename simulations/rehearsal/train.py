@@ -4,6 +4,7 @@ It writes into the run's folder what the tap records, and next to it `observed.j
 the inputs and labels of each pass.
 """
 
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -63,10 +64,20 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
             for k in steps
         ]
     frameworks = [name for name in FRAMEWORKS if name in sys.modules]
-    # Flower has no public name for an app's mods
-    mods = [getattr(mod, "__name__", type(mod).__name__) for mod in getattr(client, "_mods", ())]
-    own = {"failed": grid.failed, "frameworks": frameworks, "language": language, "mods": mods}
+    own = {"failed": grid.failed, "frameworks": frameworks, "language": language, "mods": _mods(client)}
     return {"clients": clients, **own}
+
+
+def _mods(client: Any) -> list[str]:
+    """Return the names of the mods that train messages pass, those of the app and of its functions."""
+    functions = getattr(client, "_registered_funcs", {}).items()  # Flower has no public name for them
+    calls = [getattr(client, "_call", None), *(call for kind, call in functions if kind.startswith("train"))]
+    names = {}
+    for call in calls:
+        while call is not None and "_mod" in (around := inspect.getclosurevars(call).nonlocals):
+            mod, call = around["_mod"], around["_ffn"]
+            names[getattr(mod, "__name__", type(mod).__name__)] = None
+    return list(names)
 
 
 def _facts(seen: Training, name: str, language: Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Net(nn.Module):
         return {forward}
 
 
-{further}@client.train()
+{further}@client.train({mods})
 def train(message, context):
     net = {network}
     {load}
@@ -57,6 +57,7 @@ PLAIN = {
     "outputs": "10",
     "forward": "self.head(self.body(x))",
     "further": "",
+    "mods": "",
     "network": "Net()",
     "load": 'net.load_state_dict(message.content["arrays"].to_torch_state_dict())',
     "partition": "partition-id",
@@ -103,6 +104,15 @@ SHAPES: dict[str, dict[str, str]] = {
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
         schedule.step()""",
+    },
+    "warmed_up": {
+        "optimizer": """optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)""",
+        "train": """for _ in range(4):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+    schedule.step()""",
     },
     "accumulated": {
         "optimizer": "optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)",
@@ -199,6 +209,10 @@ for images, labels in loader:
     "modified": {
         "imports": "from flwr.clientapp.mod import LocalDpMod\n",
         "further": "client = ClientApp(mods=[LocalDpMod(1.0, 0.5, 50.0, 1e-5)])\n\n\n",
+    },
+    "modified_in_training": {
+        "imports": "from flwr.clientapp.mod import LocalDpMod\n",
+        "mods": "mods=[LocalDpMod(1.0, 0.5, 50.0, 1e-5)]",
     },
     # ------------------------------------------------------------------------------------------ labels and losses
     "multi_label": {
@@ -700,6 +714,10 @@ optimizer.step()""",
     "pixels": {
         "forward": "self.head(self.body(x.float() / 255))",
         "train": PLAIN["train"].replace("net(x)", "net((255 * x).byte())"),
+    },
+    "transformed": {
+        "imports": "from torchvision.transforms import v2\n",
+        "train": PLAIN["train"].replace("net(x)", "net(v2.Compose([v2.Normalize([0.3], [0.2])])(x))"),
     },
     "stretched": {
         "further": """class Conv(nn.Module):

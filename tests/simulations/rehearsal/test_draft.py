@@ -1,10 +1,14 @@
-"""What a draft says of an upload."""
+"""What a draft says of an upload, of frozen layers and of rounding."""
+
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from fedgauge.attacks.base import Observation
-from fedgauge.simulations.rehearsal.draft import Draft, say_what_differs
+from fedgauge.simulations.rehearsal import rehearse
+from fedgauge.simulations.rehearsal.draft import Draft, layers_of, say_what_differs
 
 
 @pytest.mark.parametrize(("examples", "noted"), [(200, []), (4000, ["examples"])])
@@ -16,3 +20,29 @@ def test_as_many_steps_as_examples_are_no_batches(examples: int, noted: list[str
     came = Observation(1, 0, {}, {name: p.detach() for name, p in model.named_parameters()})
     say_what_differs(draft, came, 200, facts, model)
     assert [problem.code for problem in draft.problems] == noted
+
+
+def test_frozen_layers_are_named_as_a_whole() -> None:
+    network = ["body.0.weight", "body.0.bias", "body.1.weight", "head.weight", "head.bias", "scale"]
+    assert layers_of(["body.0.weight", "body.0.bias", "body.1.weight"], network) == ["body"]
+    assert layers_of(["body.0.weight", "body.0.bias", "head.bias", "scale"], network) == [
+        "body.0",
+        "head.bias",
+        "scale",
+    ]
+
+
+@pytest.mark.parametrize(("changes", "explained"), [((0.0, 0.0, 0.0), False), ((0.0, 1e-2, 0.0), True)])
+def test_the_largest_of_several_roundings_counts(
+    changes: tuple[float, ...], explained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that is wrong by 1 %, and how much other last bits of the examples change it."""
+    true, update = {"w": torch.ones(4)}, {"w": torch.full((4,), 1.01)}
+
+    def computed(*args: Any) -> tuple[dict[str, torch.Tensor], float]:
+        return {"w": update["w"] + changes[args[-1] - 1]}, 0.0
+
+    monkeypatch.setattr(rehearse, "_computed", computed)
+    nothing: Any = None
+    seen = Observation(1, 0, true, true)
+    assert rehearse._compared(update, nothing, seen, nothing, nothing, 0.0)[2] is explained

@@ -45,6 +45,7 @@ FAR = (
     *("groups", "modified", "dropped", "penalised", "smoothed", "drawn", "ragged", "softened"),
     "signs",
     "sharpened",
+    "modified_in_training",
 )
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = (
@@ -167,9 +168,11 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("features", "features", True, marks=FULL),
         pytest.param("trainer", "", True, marks=FULL),
         pytest.param("groups", "groups", False, marks=FULL),
+        pytest.param("warmed_up", "schedule", False, marks=FULL),
         pytest.param("private", "noise", False, marks=FULL),
         pytest.param("poisson", "batches noise", False, marks=FULL),
         pytest.param("modified", "mods", False, marks=FULL),
+        pytest.param("modified_in_training", "mods", False, marks=FULL),
         pytest.param("distilled", "loss", True, marks=FULL),
         pytest.param("dropped", "dropout", False, marks=FULL),
         pytest.param("half", "autocast", False, marks=FULL),
@@ -341,6 +344,12 @@ def test_what_the_app_waits_for_is_shown(tmp_path: Path) -> None:
     console = Console(file=StringIO(), force_terminal=True, width=100)
     observe(app_of("retrying", tmp_path), tmp_path / "runs", {}, 1, console)
     assert isinstance(console.file, StringIO) and "Retrying in 1s" in console.file.getvalue()
+
+
+@FULL
+def test_pixels_are_those_before_the_apps_own_normalisation(tmp_path: Path) -> None:
+    data = tomllib.loads(rehearsed(app_of("transformed", tmp_path)).draft.text())["data"]
+    assert (data["mean"], data["std"]) == ([0.3], [0.2])
 
 
 @FULL
