@@ -23,6 +23,7 @@ from fedgauge.server.views.tables import Column
 
 Kind = Literal["examples", "members", "epsilon"]
 CLOSED_FORM = "closed_form"  # key of what an attack without a search reads, where no attack of the plan shows a leak
+SHORT = 50  # iterations of a search that `fedgauge app` shortened, below which its failure says nothing
 BY_LABELS = 0.25  # share that the labels alone may identify, where the other client has other labels
 UNFINISHED: Mapping[State, str] = {  # of a run none of whose attacks waits or has failed
     "training": "the run is still training",
@@ -292,7 +293,15 @@ def doubts(reading: RunSnapshot, kind: Kind) -> str:
         return NO_DERIVATIVE
     if kind == "examples" and (read := meta.get(CLOSED_FORM)):
         return f"at the initial weights, {read}"
+    if kind == "examples" and meta.get("examples") == "observed" and (few := _iterations(reading)) < SHORT:
+        return f"searches of only {few} iterations were made, as the network is slow"
     return UNFINISHED.get(reading.state, "")
+
+
+def _iterations(reading: RunSnapshot) -> int:
+    """Return the iterations of the shortest of the compared attacks."""
+    planned = reading.ledger.planned()
+    return min((planned[e.attack].budget.iterations for e in excesses(reading.scores)), default=SHORT)
 
 
 def _in_brackets(reason: str) -> str:

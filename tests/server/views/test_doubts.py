@@ -59,12 +59,19 @@ def leave_one_ungraded(ledger: Ledger) -> None:
     ledger._db.execute(f"UPDATE scores SET value = NULL, status = ?, example = -1 WHERE {of_it}", (UNGRADED,))
 
 
+def shorten(ledger: Ledger) -> None:
+    """Plan what `fedgauge app` does for a slow network."""
+    ledger.set_meta(examples="observed")
+    ledger._db.execute("UPDATE attacks SET planned = json_set(planned, '$.budget.iterations', 10)")
+
+
 @pytest.mark.parametrize(
     ("spoil", "how", "why", "members_too"),
     [
         (meta(), {}, "", False),
         (meta(), {"flat": True}, NO_DERIVATIVE, False),
         (leave_one_ungraded, {}, "1 reconstruction not graded", False),
+        (shorten, {}, "searches of only 10 iterations", False),
         (queue_one, {}, "1 attack not ended", True),
         (meta(), {"lost": True}, "1 of 52 attacks failed: random_image (1 x): WorkerCrashed: gone", True),
         (meta(replay="mismatch"), {}, "the replay check failed", True),
