@@ -82,6 +82,7 @@ class MainMetric(Measured):
         margin: no guess beats every baseline by this much through luck.
         beyond: the margin as a phrase.
         whole_as: how an example with the best value is reconstructed.
+        by_cell: it counts an example's cells, of which luck may get all right if they are few.
         private: the noun for what is attacked.
         stored: the name in a ledger of the kind of data, where another kind has the same metric; default: the metric.
     """
@@ -92,6 +93,7 @@ class MainMetric(Measured):
     beyond: str
     private: str
     whole_as: str = "exactly"
+    by_cell: bool = False
     stored: str = ""
 
     @property

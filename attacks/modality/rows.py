@@ -26,7 +26,7 @@ class RowModality(Modality):
     main = MainMetric(
         "cells right (%)", **PERCENT, metric="cells", name="cells right", private="row",
         margin=50.0, beyond="whole, or with a score at least 50 points above every baseline's",
-        whole_as="with every cell within tolerance",
+        whole_as="with every cell within tolerance", by_cell=True,
     )  # fmt: skip
     measured: ClassVar = {
         "cells": main,

@@ -13,7 +13,7 @@ from fedgauge.attacks.modality.registry import MEASURED, further_leaks
 from fedgauge.attacks.score_rows import WHOLE_BATCH, wrong_client
 from fedgauge.client.label_kinds import LabelKind
 from fedgauge.server.views.formatting import counted_words, decibel, in_unit, many, number, percent
-from fedgauge.server.views.intervals import LUCK, Ints, Rate, guessed_labels, luck_bound, luck_of_hits
+from fedgauge.server.views.intervals import LUCK, Floats, Ints, Rate, guessed_labels, luck_bound, luck_of_hits
 from fedgauge.server.views.membership import MembershipResult, Word, members_sentences, membership_results
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.scores import Scores
@@ -23,6 +23,8 @@ from fedgauge.server.views.tables import Column
 
 Kind = Literal["examples", "members", "epsilon"]
 CLOSED_FORM = "closed_form"  # key of what an attack without a search reads, where no attack of the plan shows a leak
+MOST_CELLS = 256  # of a row, up to which they are counted
+WHOLE = 1e-3  # rounding of a number of cells
 SHORT = 50  # iterations of a search that `fedgauge app` shortened, below which its failure says nothing
 BY_LABELS = 0.25  # share that the labels alone may identify, where the other client has other labels
 UNFINISHED: Mapping[State, str] = {  # of a run none of whose attacks waits or has failed
@@ -142,6 +144,11 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
     whole = np.array([main.measure.came_back_whole(one) for one in own.value.tolist()])
     ahead = value >= highest + main.measure.margin
     exposed = np.where(np.isnan(hit), ahead | (whole & (value > highest)), ahead & (hit == 1))
+    if main.measure.by_cell:
+        most = main.measure.complete
+        needed = np.where(highest < most, np.fmin(highest + main.measure.margin, most), np.nan)
+        if _luck_of_cells(main.value, needed, float(gain.floor.mean()), int(exposed.sum())) > LUCK / attacks:
+            exposed = np.zeros_like(exposed)
     luck, rate, by_chance = 1.0, _rate_of(hits), _rate_of(identified.of_attack(wrong_client(attack)))
     guesses = [guess for b in rivals if (guess := _rate_of(identified.of_attack(b)))]
     if rate and by_chance:
@@ -164,6 +171,19 @@ def _excess(main: Scores, identified: Scores, attack: str, gain: PairedDifferenc
         clusters=len(np.unique(gain.clients)),
         attacks=attacks,
     )
+
+
+def _luck_of_cells(values: Floats, needed: Floats, guess: float, count: int) -> float:
+    """Return the probability that so many rows have the needed percentage of right cells, each right as often as a guess's."""
+    from scipy.special import bdtrc, pdtrc
+
+    shares = np.unique(values)[:, None] / 100 * np.arange(1, MOST_CELLS)
+    possible = (abs(shares - shares.round()) < WHOLE).all(0)
+    if not count or not possible.any():
+        return 0.0
+    cells = 1 + int(possible.argmax())  # the fewest that give these values
+    lucky = bdtrc(np.ceil(cells * needed / 100 - WHOLE) - 1, cells, guess / 100)
+    return float(pdtrc(count - 1, np.nansum(lucky)))
 
 
 def _luck_of_labels(hits: Scores) -> float:

@@ -72,7 +72,7 @@ def _mods(client: Any) -> list[str]:
     """Return the names of the mods that train messages pass, those of the app and of its functions."""
     functions = getattr(client, "_registered_funcs", {}).items()  # Flower has no public name for them
     calls = [getattr(client, "_call", None), *(call for kind, call in functions if kind.startswith("train"))]
-    names = {}
+    names: dict[str, None] = {}
     for call in calls:
         while call is not None and "_mod" in (around := inspect.getclosurevars(call).nonlocals):
             mod, call = around["_mod"], around["_ffn"]
