@@ -410,12 +410,12 @@ class Observer:
                 if now.depth == 1:
                     with _reading(now):
                         now.enters(module, args, kwargs)
-                if type(module).__name__ == "Normalize":
-                    with _reading(now):
-                        now.normalises(module)
                     if now.network is not None:
                         with _reading(now):
                             _watch_opacus(self)  # which the app may have imported only now
+                if type(module).__name__ == "Normalize":
+                    with _reading(now):
+                        now.normalises(module)
                 result = call(module, *args, **kwargs)
                 if now.depth == 1:
                     with _reading(now):

@@ -74,7 +74,8 @@ def _mods(client: Any) -> list[str]:
     calls = [getattr(client, "_call", None), *(call for kind, call in functions if kind.startswith("train"))]
     names: dict[str, None] = {}
     for call in calls:
-        while call is not None and "_mod" in (around := inspect.getclosurevars(call).nonlocals):
+        while inspect.isfunction(call) and {"_mod", "_ffn"} <= {*call.__code__.co_freevars}:
+            around = inspect.getclosurevars(call).nonlocals
             mod, call = around["_mod"], around["_ffn"]
             names[getattr(mod, "__name__", type(mod).__name__)] = None
     return list(names)
