@@ -24,7 +24,6 @@ FORMER_NAMES = {
     "CarriedInputNetwork": "Carried",
     "GeneratorTraining": "Generators",
     "GroupMean": "Summed",
-    "LanguageModelTraining": "Training",
     "OmittedParameters": "Unseen",
     "ReversibleNetwork": "Reversible",
     "SeparateNetworks": "Separate",

@@ -18,13 +18,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Sta
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
-from fedgauge.attacks.text.language_prior import (
-    AUXILIARY,
-    LanguageModelTraining,
-    LanguagePrior,
-    PretrainedPrior,
-    TrainedPrior,
-)
+from fedgauge.attacks.text.language_prior import AUXILIARY, LanguagePrior, PretrainedPrior, TrainedPrior
 from fedgauge.attacks.text.sentence_layout import SentenceLayout, on_all_positions, propose, shuffles
 from fedgauge.client.components import Count, NotNegative
 
@@ -102,8 +96,7 @@ class lamp(Attack):
         source, model, device = self.lm_folder or self.lm, language_model(known), next(known.model.parameters()).device
         if source != AUXILIARY:
             return PretrainedPrior(source, model.tokenizer, device)
-        training = LanguageModelTraining(steps=self.lm_steps)
-        return TrainedPrior(known.public.x, model.pad, model.vocabulary, training, device)
+        return TrainedPrior(known.public.x, model.pad, model.vocabulary, self.lm_steps, device)
 
 
 def dlg_text(rate: float = 0.1, known_tokens: bool = False, published: bool = False) -> lamp:

@@ -7,7 +7,6 @@ the guess's text in its own tokens.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +26,8 @@ TOGETHER = 256  # sentences scored in one pass
 HELD_OUT = 10  # one in so many auxiliary sentences is held out and decides when to stop
 CHECK_EVERY = 50  # steps between two checks of the held-out sentences
 LEAST = 2  # occurrences in the auxiliary text from which on a word has its own embedding
+LAYERS, WIDTH, HEADS = 2, 128, 4  # of the small GPT-2
+BATCH, RATE, PATIENCE = 32, 2e-3, 3  # of Adam, and checks without an improvement before the training ends
 VERSION = 2  # of the training procedure: cached weights of another version are not used
 
 
@@ -74,26 +75,6 @@ def nll(log: Tensor, ids: Tensor, seen: Tensor) -> Tensor:
     return (rows * kept).sum(1) / kept.sum(1).clamp(min=1)
 
 
-@dataclass(frozen=True)
-class LanguageModelTraining:
-    """The small GPT-2 and its training budget.
-
-    Args:
-        layers, width, heads: of the network.
-        steps: at most; training ends early when held-out sentences no longer improve.
-        batch, rate: of Adam.
-        patience: checks without an improvement before it ends.
-    """
-
-    layers: int = 2
-    width: int = 128
-    heads: int = 4
-    steps: int = 600
-    batch: int = 32
-    rate: float = 2e-3
-    patience: int = 3
-
-
 class TrainedPrior(LanguagePrior):
     """A small GPT-2 over the victim's vocabulary, trained on auxiliary text.
 
@@ -103,23 +84,22 @@ class TrainedPrior(LanguagePrior):
         text: auxiliary sentences (N, L) in the data's form, with special tokens.
         pad: the padding token's id.
         vocabulary: size of the victim's vocabulary.
+        steps: of the training, at most; it ends early when held-out sentences no longer improve.
 
     Attributes:
         record: of its training; the error is the mean of nats per word of held-out sentences.
     """
 
-    def __init__(
-        self, text: Tensor, pad: int, vocabulary: int, training: LanguageModelTraining, device: torch.device = CPU
-    ) -> None:
+    def __init__(self, text: Tensor, pad: int, vocabulary: int, steps: int, device: torch.device = CPU) -> None:
         text = text.cpu()
         counts = torch.bincount(text[text != pad].flatten(), minlength=vocabulary)
         known = (counts >= LEAST).nonzero().flatten()
         self._place = torch.zeros(vocabulary, dtype=torch.int64)  # 0: any other word
         self._place[known] = torch.arange(1, len(known) + 1)
         self._others = max(vocabulary - len(known), 1)
-        super().__init__(_gpt2(training, len(known) + 1, text.shape[1]).to(device), text.shape[1])
-        name = digest("language model", VERSION, text, pad, vocabulary, training)
-        self.record = load(self._net, TensorCache.own().get(name, lambda: self._train(text, pad, training)))
+        super().__init__(_gpt2(len(known) + 1, text.shape[1]).to(device), text.shape[1])
+        name = digest("language model", VERSION, text, pad, vocabulary, steps)
+        self.record = load(self._net, TensorCache.own().get(name, lambda: self._train(text, pad, steps)))
 
     def ids(self, sentence: tuple[int, ...]) -> list[int]:
         return cast(list[int], self._place[list(sentence)].tolist())
@@ -130,8 +110,7 @@ class TrainedPrior(LanguagePrior):
         whole = super().nll(ids, seen)
         return whole + math.log(self._others) * others.to(whole)
 
-    def _train(self, text: Tensor, pad: int, training: LanguageModelTraining) -> dict[str, Tensor]:
-        """Train on next words with Adam; returns the best weights by held-out sentences."""
+    def _train(self, text: Tensor, pad: int, steps: int) -> dict[str, Tensor]:
         ids, seen = self._place[text], text != pad
         rng = generator("language model")
         order = torch.randperm(len(ids), generator=rng)
@@ -143,27 +122,25 @@ class TrainedPrior(LanguagePrior):
 
         def batches() -> Iterator[tuple[Tensor, Tensor]]:
             while True:
-                rows = own[torch.randint(len(own), (training.batch,), generator=rng)]
+                rows = own[torch.randint(len(own), (BATCH,), generator=rng)]
                 longest = max(int(seen[rows].sum(1).max()), 2)
                 yield ids[rows, :longest], seen[rows, :longest]
 
         def rate(step: int) -> float:
-            return min(1.0, (step + 1) / CHECK_EVERY, 1.1 - (step + 1) / training.steps)
+            return min(1.0, (step + 1) / CHECK_EVERY, 1.1 - (step + 1) / steps)
 
         parts = list(zip(ids[held].split(TOGETHER), seen[held].split(TOGETHER), strict=True))
-        settings = (training.rate, training.patience, training.steps)
-        return train(
-            self._net, loss, batches(), parts, CHECK_EVERY, *settings, schedule=rate, betas=(0.9, 0.98), fused=None
-        )
+        settings = (CHECK_EVERY, RATE, PATIENCE, steps)
+        return train(self._net, loss, batches(), parts, *settings, schedule=rate, betas=(0.9, 0.98), fused=None)
 
 
-def _gpt2(training: LanguageModelTraining, vocabulary: int, positions: int) -> Any:
+def _gpt2(vocabulary: int, positions: int) -> Any:
     transformers = import_transformers()
     config = transformers.GPT2Config(
         vocab_size=vocabulary,
-        n_embd=training.width,
-        n_layer=training.layers,
-        n_head=training.heads,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
         n_positions=max(positions, 2),
         resid_pdrop=0.0,
         embd_pdrop=0.0,

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave
 from fedgauge.attacks.text.certificate import language_model
-from fedgauge.attacks.text.language_prior import LanguageModelTraining, TrainedPrior
+from fedgauge.attacks.text.language_prior import TrainedPrior
 from fedgauge.attacks.text.sentence_layout import propose
 from fedgauge.client.components import Table, allowing
 from fedgauge.client.update import Params, Update
@@ -99,7 +99,7 @@ def matched(
     if kind == "lamp":
         x = min([drawn() for _ in range(DRAWS)], key=distance)
         x = min([x[torch.randperm(len(x), generator=rng)] for _ in range(DRAWS)], key=distance)
-        prior = TrainedPrior(known.public.x, model.pad, model.vocabulary, LanguageModelTraining())
+        prior = TrainedPrior(known.public.x, model.pad, model.vocabulary, 600)
     x = x.clone().requires_grad_()
     adam = torch.optim.Adam([x], 0.01 if kind == "lamp" else 0.1)
     schedule = torch.optim.lr_scheduler.StepLR(adam, 50, 0.89 if kind == "lamp" else 1.0)

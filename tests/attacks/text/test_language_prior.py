@@ -10,17 +10,12 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks.text.language_prior import (
-    LanguageModelTraining,
-    PretrainedPrior,
-    TrainedPrior,
-    nll,
-)
+from fedgauge.attacks.text.language_prior import PretrainedPrior, TrainedPrior, nll
 from fedgauge.client.data.corpora import phrases
 from fedgauge.client.models.tokenizer import Tokenizer, wordpiece
 
 SENTENCES = ("the cat sat on the mat", "a dog barks", "the dog sat on a mat", "we sing")
-SMALL = LanguageModelTraining(layers=1, width=16, heads=2, steps=60, batch=8)
+FEW = 30  # steps of a training
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +30,7 @@ def text() -> Tensor:
 
 @pytest.fixture(scope="module")
 def learned(text: Tensor) -> TrainedPrior:
-    return TrainedPrior(text, 0, 1500, LanguageModelTraining(layers=1, width=32, heads=2, steps=200))
+    return TrainedPrior(text, 0, 1500, 150)
 
 
 def test_the_surprise_of_a_model_that_knows_nothing_is_the_logarithm_of_its_words() -> None:
@@ -47,7 +42,7 @@ def test_the_surprise_of_a_model_that_knows_nothing_is_the_logarithm_of_its_word
 
 def test_what_follows_a_word_has_probabilities_that_sum_to_one(text: Tensor) -> None:
     size = int(text.max()) + 50  # words that the text never has
-    prior = TrainedPrior(text, 0, size, SMALL)
+    prior = TrainedPrior(text, 0, size, FEW)
     nats = prior([[int(text[0, 1]), w] for w in range(size)])
     assert float((-nats).exp().sum()) == pytest.approx(1.0, abs=1e-4)
 
@@ -74,19 +69,19 @@ def test_the_score_of_a_sentence_does_not_depend_on_those_next_to_it(learned: Tr
 
 
 def test_it_is_trained_once(text: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = TrainedPrior(text, 0, 1500, SMALL)
+    first = TrainedPrior(text, 0, 1500, FEW)
     state = torch.get_rng_state()
 
     def never(*_: object) -> Any:
         raise AssertionError("it was kept")
 
     monkeypatch.setattr(TrainedPrior, "_train", never)
-    again = TrainedPrior(text, 0, 1500, SMALL)
+    again = TrainedPrior(text, 0, 1500, FEW)
     assert torch.equal(first([[2, 10, 11, 3]]), again([[2, 10, 11, 3]]))
     assert first.record == again.record
     assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
     with pytest.raises(AssertionError):
-        TrainedPrior(text[1:], 0, 1500, SMALL)
+        TrainedPrior(text[1:], 0, 1500, FEW)
 
 
 def saved(folder: Path, words: Tokenizer) -> None:
