@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedgauge.attacks.engine.gradient_distances import InnerProducts
-from fedgauge.attacks.engine.gradients.factored import FORM_BELOW, FactoredGradient, Gradients, apply, factored
+from fedgauge.attacks.engine.gradients.factored import FORM_BELOW, FactoredGradient, Gradients, apply, factored, plus
 from fedgauge.attacks.engine.gradients.layers import CallRecorder, Unsupported
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.update import Loss, Params, Update
@@ -55,9 +55,7 @@ def gradients(
     with torch.set_grad_enabled(differentiable):
         for (_, parts), signal in zip(recorder.uses, signals, strict=True):
             for name, part in parts(signal, problems).items():
-                if name in grads:
-                    raise Unsupported(f"{name} is used twice")
-                grads[name] = part
+                grads[name] = plus(part, grads.get(name), 1, params[name].shape)  # added up if it is used twice
     return grads | {name: x.new_zeros(problems, *params[name].shape) for name in names if name not in grads}
 
 
@@ -209,12 +207,10 @@ class _UseRecorder(CallRecorder):
         self,
         input: Tensor,
         normalized_shape: Sequence[int],
-        weight: Tensor | None = None,
+        weight: Tensor,
         bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:
-        if weight is None or bias is None:
-            raise Unsupported("a layer norm with only one of weight and bias")
         normal = F.layer_norm(input, normalized_shape, None, None, eps)
         names = self.name(weight), self.name(bias)
 
@@ -222,7 +218,7 @@ class _UseRecorder(CallRecorder):
             by_name = (names[0], signal * normal), (names[1], signal)
             return {n: t.reshape(problems, -1, t.shape[-1]).sum(1) for n, t in by_name if n is not None}
 
-        return self.keep(torch.addcmul(bias, normal, weight), parts)
+        return self.keep(normal * weight if bias is None else torch.addcmul(bias, normal, weight), parts)
 
     def embedding(self, input: Tensor, weight: Tensor, *settings: Any, **more: Any) -> Tensor:
         """Embeddings of positions or segments: ids (L,), (1, L) or (P * B, L), the same for all problems."""

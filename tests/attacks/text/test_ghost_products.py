@@ -268,6 +268,27 @@ def test_a_model_that_is_not_known_goes_by_the_whole_chain(words: Tokenizer) -> 
     assert torch.allclose(slopes, by_x, rtol=1e-5, atol=1e-9)
 
 
+class Repeated(Transformer):
+    """Runs its only block twice, as ALBERT does, and has a norm without a bias, as ModernBERT does."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary, 1, LARGE, 2, 2 * LARGE)
+        (block,) = self.blocks
+        block.norm2 = nn.LayerNorm(LARGE, bias=False)
+        self.blocks = nn.ModuleList([block, block])
+
+
+def test_a_layer_used_twice_and_a_norm_without_bias_are_known(words: Tokenizer) -> None:
+    model = LanguageModel(Repeated(words.size), "next_token", words).eval().double()
+    wave, known, batches = seen_of(model, chain(local_sgd(RATE)))
+    matcher, guess = Matcher(wave, known, "cosine"), guess_of(model, batches, [0, 1])
+    values, slopes, _ = matcher.value_and_slopes(guess)
+    assert matcher.way == "products"
+    expected, by_x = plain(model, known, wave, guess, matcher.names, "cosine")
+    assert torch.allclose(values, expected, rtol=1e-6)
+    assert torch.allclose(slopes, by_x, rtol=1e-5, atol=1e-9)
+
+
 def test_nothing_but_word_embeddings_is_nothing_to_compare(words: Tokenizer) -> None:
     model = bert(words, 16)
     wave, known, _ = seen_of(model, chain(local_sgd(RATE)))
