@@ -21,7 +21,14 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.deadline import Deadline
-from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable, complete_sentences
+from fedgauge.attacks.text.certificate import (
+    TOLERANCE,
+    GuessVerifier,
+    SentenceReader,
+    Unreadable,
+    complete_sentences,
+    two_blocks,
+)
 from fedgauge.attacks.text.gradient_spans import LOOSEST, PartialSpan, Spans, block_span
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs
 from fedgauge.client.components import Count
@@ -69,8 +76,7 @@ class dager(SentenceReader):
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
         model, length, rng = verifier.model, verifier.known.shape[0], stream("dager")
-        if len(model.parts.layers) < 2:
-            raise Unreadable("it reads two attention blocks, and the model has one")
+        two_blocks(model)
         spans = self._span(verifier, 0, _maps(model, 0), length, rng)
         search = _SentenceSearch(verifier, *self._judge(verifier, rng), rng, deadline)
         first = first_inputs(model, verifier.params, torch.tensor([int(model.pad == 0)]), length)

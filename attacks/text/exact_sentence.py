@@ -31,14 +31,11 @@ class exact(SentenceReader):
             raise Unreadable(f"it reads one sentence per update, and this update sums {size}: use dager")
         if parts.word not in verifier.update or position is None or position not in verifier.update:
             raise Unreadable("the gradients of word and position embeddings are not both shared: use dager")
-        ids = _words(verifier, position)
-        if not ids:
-            raise Unreadable("no position's row exceeds rounding or noise")
-        return labelled(verifier, [ids])
+        return labelled(verifier, [_words(verifier, position)])
 
 
 def _words(verifier: GuessVerifier, position: str) -> list[int]:
-    """The sentence's words in order; in next_token all but the last."""
+    """The sentence's words in order, in next_token all but the last; Unreadable if none is seen."""
     model, length = verifier.model, verifier.known.shape[0]
     positions = verifier.update[position].double().cpu()
     words = verifier.update[model.parts.word].double().cpu()
@@ -47,7 +44,7 @@ def _words(verifier: GuessVerifier, position: str) -> list[int]:
     positions = positions[len(positions) - model.positions :][:length]
     used = _exceeds_noise(positions, sigma).nonzero()
     if not len(used):
-        return []
+        raise Unreadable("no position's row exceeds rounding or noise")
     positions = positions[: int(used[-1]) + 1]
     if model.parts.tied:
         words, positions = _untied(words, positions, len(positions) * verifier.known.chain.local.steps)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Stream
 from fedgauge.attacks.engine.deadline import Deadline
-from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable
+from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable, two_blocks
 from fedgauge.attacks.text.dager import Ids
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs, logits_along
 from fedgauge.client.models.language import LanguageModel
@@ -92,9 +92,7 @@ def grown(verifier: GuessVerifier) -> dict[Ids, float]:
 
     They lack the last word, which sends no gradient through the attention.
     """
-    model, known, layers = verifier.model, verifier.known, verifier.model.parts.layers[:2]
-    if len(layers) < 2:
-        raise Unreadable("it reads two attention blocks, and the model has one")
+    model, known, layers = verifier.model, verifier.known, two_blocks(verifier.model)
     first, second = (head_subspaces(verifier.update, layer, _heads(model)) for layer in layers)
     words = torch.tensor([i for i in range(model.tokenizer.size) if i != model.pad])
     places = known.shape[0] - 1
