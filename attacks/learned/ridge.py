@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.learned.trainer import TrainingRecord
 from fedgauge.client.components import Count, Natural
-from fedgauge.client.update import Update
+from fedgauge.client.update import Batch, Update
 
 BONDS = (0.0, 1.0, 10.0)
 PILOT = 2048  # rows on which bond and kind of training data are chosen
@@ -29,18 +28,12 @@ PIXELS = 128  # evenly spaced pixels on which a regulariser is tried
 NUMBERS = ("dual", "quiet", "bond", "regulariser", "error")  # of a ridge in the cache
 
 
-class RidgeInputs(NamedTuple):
-    """The inputs of a linear map: numbers (n, k), and labels (n,) on which the map depends where there is a bond."""
-
-    x: Tensor
-    labels: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class Ridge:
     """min |phi(x) W - (targets - base)|^2 + regulariser |W|^2; phi(x) is x, and sqrt(bond) x in the block of its label.
 
-    Kept as W (the primal form) or, if there are fewer rows than phi has entries, by the rows that it was fitted to.
+    Kept as W (the primal form) or, if there are fewer rows than phi has entries, by the rows that it was fitted to. Rows are
+    batches of x (n, k) and the labels y (n,) on which the map depends where there is a bond.
 
     Args:
         weights: (entries of phi, d), or (n, d) over the rows.
@@ -50,7 +43,7 @@ class Ridge:
     """
 
     weights: Tensor
-    rows: RidgeInputs | None
+    rows: Batch | None
     centre: Tensor
     base: Tensor
     bond: float
@@ -58,24 +51,22 @@ class Ridge:
     regulariser: float
     error: float = math.nan
 
-    def __call__(self, new: RidgeInputs) -> Tensor:
+    def __call__(self, new: Batch) -> Tensor:
         """Targets (m, d) in [0, 1]."""
         return (self.products(new) @ self.weights + self.base).clamp(0, 1)
 
-    def products(self, new: RidgeInputs) -> Tensor:
+    def products(self, new: Batch) -> Tensor:
         """phi of new rows, or its inner products with phi of the rows that the weights are over."""
-        centred = RidgeInputs(new.x.double() - self.centre, new.labels)
+        centred = Batch(new.x.double() - self.centre, new.y)
         if self.rows is not None:
             return kernel(centred, self.rows, self.centre, self.bond)
         if not self.bond:
             return centred.x
-        own = torch.nn.functional.one_hot(centred.labels, self.classes).to(centred.x)
+        own = torch.nn.functional.one_hot(centred.y, self.classes).to(centred.x)
         return torch.cat([centred.x, self.bond**0.5 * (own[:, :, None] * centred.x[:, None]).flatten(1)], 1)
 
 
-def fit(
-    rows: RidgeInputs, targets: Tensor, held: RidgeInputs, truth: Tensor, bond: float, classes: int, start: float
-) -> Ridge:
+def fit(rows: Batch, targets: Tensor, held: Batch, truth: Tensor, bond: float, classes: int, start: float) -> Ridge:
     """The ridge with the regulariser that is best on held-out rows, searched downhill from a start.
 
     Args:
@@ -91,7 +82,7 @@ def fit(
         phi = empty.products(rows)
         gram = phi.T @ phi
     else:
-        blocks = map(RidgeInputs, rows.x.split(1024), rows.labels.split(1024))
+        blocks = map(Batch, rows.x.split(1024), rows.y.split(1024))
         gram = torch.cat([empty.products(block) for block in blocks])
     size = float(gram.diagonal().sum() / count)
     some = torch.arange(0, targets.shape[1], max(1, targets.shape[1] // PIXELS))
@@ -128,14 +119,14 @@ def minimise_on_grid(error: Callable[[float], float], start: float) -> float:
     return best
 
 
-def kernel(new: RidgeInputs, rows: RidgeInputs, centre: Tensor, bond: float) -> Tensor:
+def kernel(new: Batch, rows: Batch, centre: Tensor, bond: float) -> Tensor:
     """Inner products (m, n) of phi of centred rows with phi of rows that are centred here."""
     found = new.x.new_zeros(len(new.x), len(rows.x))
     for first in range(0, rows.x.shape[1], 2048):  # a float64 copy of all rows would double their size
         part = slice(first, first + 2048)
         found.addmm_(new.x[:, part], (rows.x[:, part].double() - centre[part]).T)
     if bond:
-        found *= 1 + bond * (new.labels[:, None] == rows.labels[None])
+        found *= 1 + bond * (new.y[:, None] == rows.y[None])
     return found
 
 
@@ -185,7 +176,7 @@ class FittedRidge:
         """The most likely images (n, B, C, H, W) of updates (n, ...) with labels (n, B)."""
         inverter, known = self.inverter, self.shadow.known
         with torch.no_grad():
-            found = inverter(RidgeInputs(self.shadow.view.rows(known, updates, labels), labels.flatten()))
+            found = inverter(Batch(self.shadow.view.rows(known, updates, labels), labels.flatten()))
         return found.to(self.shadow.auxiliary.x).view(*labels.shape, *known.shape)
 
     def _fit(self) -> dict[str, Tensor]:
@@ -211,5 +202,5 @@ class FittedRidge:
         return fit(_inputs(data), targets, _inputs(held), truth, bond, self.shadow.known.classes, start)
 
 
-def _inputs(data: ShadowDataset) -> RidgeInputs:
-    return RidgeInputs(data.rows, data.labels.flatten())
+def _inputs(data: ShadowDataset) -> Batch:
+    return Batch(data.rows, data.labels.flatten())

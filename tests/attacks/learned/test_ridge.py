@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.learned.ridge import RidgeInputs, fit, minimise_on_grid, ridge_inversion
+from fedgauge.attacks.learned.ridge import fit, minimise_on_grid, ridge_inversion
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import per_example
+from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian
 from fedgauge.defenses.sign import sign
 from tests.attacks.learned.small_threats import STREAMS, digits, error_of
@@ -26,7 +27,7 @@ def test_ridge_in_a_linear_world_reaches_the_error_that_paper_gives(quiet: bool)
     x = 0.5 + 0.05 * torch.randn(4000, 6, generator=rng)
     seen = x + 0.1 * torch.randn(4000, 6, generator=rng)
     none = torch.zeros(4000, dtype=torch.int64)
-    rows, held = RidgeInputs((x if quiet else seen)[:3000], none[:3000]), RidgeInputs(seen[3000:], none[3000:])
+    rows, held = Batch((x if quiet else seen)[:3000], none[:3000]), Batch(seen[3000:], none[3000:])
     found = fit(rows, x[:3000], held, x[3000:], 0.0, 1, 1e-3)
     assert found.error == pytest.approx(0.002, rel=0.05)
     assert not quiet or 0.5 < found.regulariser / (3000 * 0.1**2 / (6 * 0.05**2)) < 2
@@ -44,7 +45,7 @@ def test_both_forms_of_a_ridge_are_one(bond: float, monkeypatch: pytest.MonkeyPa
     for primal in (True, False):
         # as many rows, of which most are zeros that no form sees, decide which form it is
         padded = x if primal else torch.cat([x, torch.zeros(80, 200)], 1)
-        rows = [RidgeInputs(padded[part], y[part]) for part in (slice(60), slice(60, 80))]
+        rows = [Batch(padded[part], y[part]) for part in (slice(60), slice(60, 80))]
         made = fit(rows[0], targets[:60], rows[1], targets[60:], bond, 3, 1.0)
         assert (made.rows is None) == primal
         found.append((made.regulariser, made(rows[1])))
@@ -57,9 +58,7 @@ def test_a_bond_learns_a_map_of_each_label_s_own() -> None:
     x, y = torch.rand(600, 1, generator=rng) - 0.5, torch.randint(2, (600,), generator=rng)
     targets = 0.5 + torch.where(y[:, None] == 0, x, -x)
     errors = [
-        fit(
-            RidgeInputs(x[:500], y[:500]), targets[:500], RidgeInputs(x[500:], y[500:]), targets[500:], bond, 2, 1e-3
-        ).error
+        fit(Batch(x[:500], y[:500]), targets[:500], Batch(x[500:], y[500:]), targets[500:], bond, 2, 1e-3).error
         for bond in (0.0, 10.0)
     ]
     assert errors[0] > 0.05
