@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedgauge.attacks import label_restoration as labelling
-from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
-from fedgauge.attacks.engine.deadline import Deadline
+from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
+from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult
 from fedgauge.attacks.engine.gradient_distances import likelihood
 from fedgauge.attacks.learned.generators import GeneratorTraining, ImageGenerator, check, generator_of
+from fedgauge.attacks.matching.gradient_matching import EveryRestart
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import Prior, gaussian, other_priors, total_variation
 from fedgauge.attacks.matching.problems import Problems
@@ -86,18 +87,13 @@ class GeneratorSearch(Attack):
             for rows in torch.arange(problems.count).split(TOGETHER)
         ]
         images, objectives, spent = (torch.cat(part) for part in zip(*parts, strict=True))
-        found = []
-        for k, own in enumerate(torch.arange(problems.count).view(-1, budget.restarts)):
-            best, done = own[objectives[own].argmin()], int(spent[own].max())
-            status: Status = "converged"
-            reason = ""
-            if done and not torch.isfinite(objectives[best]):
-                status, reason = "diverged", "the objective is not finite"
-            elif done < budget.iterations:
-                status, reason = "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s"
-            x = images[best].clamp(0, 1).float()
-            found.append(Reconstruction(x, labels[k], float(objectives[best]), done, 0.0, status, reason))
-        return found
+        outcome = OptimizationResult(objectives, spent, spent < budget.iterations)
+        found, answers = EveryRestart(images, each, outcome, problems), []
+        for k, best in enumerate(found.objectives.argmin(1).tolist()):
+            x = images[k * budget.restarts + best].clamp(0, 1).float()
+            status, reason, done = found.ended(k, x, budget)
+            answers.append(Reconstruction(x, labels[k], float(found.objectives[k, best]), done, 0.0, status, reason))
+        return answers
 
     def _search(
         self, problems: Problems, generator: ImageGenerator, rows: Tensor, z: Tensor, iterations: int, clock: Deadline
@@ -106,7 +102,7 @@ class GeneratorSearch(Attack):
         best, lowest, spent = made(generator, z, None), z.new_full((len(rows),), torch.inf), 0
         steps = self._steps(generator, z, iterations)
         value: Tensor | None = None
-        while spent < iterations and not clock.over():
+        while spent < iterations and not (spent and clock.over()):
             with torch.enable_grad():
                 leaves, x, latents = steps.send(value)
                 pixels = problems.known.normalise(x)
