@@ -26,20 +26,19 @@ class EachByItself(Attack):
             readers = self.readers(wave, known, budget, streams)
         except ValueError as error:
             return not_applicable(wave, str(error))
-        results = []
-        for k, read in enumerate(readers):
-            alone = wave.of([k])
-            result: Reconstruction | None = None
-            why = "the update is zero or not finite"
-            if all(bool(t.isfinite().all()) for t in alone.update.values()):
-                try:
-                    result = read(alone, known.alone(k))
-                except ValueError as error:
-                    why = str(error)
-            if result is None or (result.x is not None and not bool(result.x.isfinite().all())):
-                (result,) = not_applicable(alone, why)
-            results.append(result)
-        return results
+        return [_result(read, wave.of([k]), known.alone(k)) for k, read in enumerate(readers)]
+
+
+def _result(read: Reader, alone: Wave, known: Knowledge) -> Reconstruction:
+    why = "the update is zero or not finite"
+    if all(bool(t.isfinite().all()) for t in alone.update.values()):
+        try:
+            result = read(alone, known)
+            if result.x is None or bool(result.x.isfinite().all()):
+                return result
+        except ValueError as error:
+            why = str(error)
+    return not_applicable(alone, why)[0]
 
 
 class ClosedForm(EachByItself):
@@ -65,5 +64,10 @@ def check_one_example(known: Knowledge) -> None:
     """ValueError unless an update is the gradient of one example, up to its scale."""
     if known.batch_size != 1:
         raise ValueError(f"the attack needs one example in each update, and this one sums {known.batch_size}")
-    if known.chain.local.adaptive:
-        raise ValueError(f"the attack needs a gradient's magnitudes, and the clients take {known.chain.local.words}")
+    check_steps(known, not known.chain.local.adaptive, "a gradient's magnitudes")
+
+
+def check_steps(known: Knowledge, fits: bool, needed: str) -> None:
+    """ValueError unless the clients' local steps fit; needed: what the attack needs of them."""
+    if not fits:
+        raise ValueError(f"the attack needs {needed}, and the clients take {known.chain.local.words}")

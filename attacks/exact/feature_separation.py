@@ -24,7 +24,7 @@ from fedgauge.attacks.engine.computation import ACTIVATIONS, LayerCall, activati
 from fedgauge.attacks.engine.gradient_distances import each, squared
 from fedgauge.attacks.engine.optimizers import lbfgs, minimise
 from fedgauge.attacks.exact.analytic import slope_of
-from fedgauge.attacks.exact.closed_form import EachByItself, Reader
+from fedgauge.attacks.exact.closed_form import EachByItself, Reader, check_steps
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import Energy, Prior, gaussian
@@ -66,8 +66,9 @@ class feature_separation(EachByItself):
     needs_derivative = True
 
     def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
-        if not known.chain.local.one_gradient or not is_cross_entropy(known.loss):
-            raise ValueError("the attack needs a single gradient of a cross entropy")
+        check_steps(known, known.chain.local.one_gradient, "a single gradient")
+        if not is_cross_entropy(known.loss):
+            raise ValueError("the attack needs a cross entropy as the loss")
         if known.batch_size >= known.classes:
             raise ValueError(f"{known.batch_size} examples are not fewer than {known.classes} classes")
         tail = tail_of(known.model, known.shape)
@@ -103,13 +104,14 @@ def _read(
     params = {k: t.double() for k, t in alone.params.items()}
     scaled = not labelling.literal(alone.alone(0), alone.params, known)
     y, inputs = _inputs(tail, seen, params, _labels(alone, known, seen[tail[0][0].bias]), scaled)
-    features = _Features(1.0, tail[-1][0].name, inputs)
+    features, double = _Features(1.0, tail[-1][0].name, inputs), doubled(known)
+    judged = partial(_judged, known=double, params=params, seen=seen, y=y, scaled=scaled)
+    labelled, search = replace(known, labels=y[None]), LBFGSSearch(history=HISTORY, double=True)
     if features.inputs.shape[1] < pixels:
         objective = Objective(each(squared()), (features, gaussian(2 * SHARE / (size * pixels), by_class=True)))
-        engine = GradientMatching(objective, LBFGSSearch(history=HISTORY, double=True))
-        (result,) = engine.reconstruct(alone, replace(known, labels=y[None]), budget, [stream])
-        return _judged(result, doubled(known), params, seen, y, scaled, SEARCHED)
-    distances = features.distances(doubled(known), params)
+        (result,) = GradientMatching(objective, search).reconstruct(alone, labelled, budget, [stream])
+        return judged(result, most=SEARCHED)
+    distances = features.distances(double, params)
 
     def evaluate(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         x = points.detach().requires_grad_()
@@ -121,18 +123,15 @@ def _read(
     found = minimise(evaluate, start, torch.full((size,), budget.iterations), lbfgs(history=HISTORY))
     x, spent = known.examples(found.x.view(-1, *known.shape)).float(), int(found.spent.max())
     if known.chain.mean != known.chain:  # noise
-        likeliest = GradientMatching(
-            Objective(priors=(gaussian(by_class=True),)), LBFGSSearch(history=HISTORY, double=True)
-        )
-        (result,) = likeliest.continued(alone, replace(known, labels=y[None]), budget, [stream], x[None])
-        return _judged(result, doubled(known), params, seen, y, scaled, SEARCHED)
+        likeliest = GradientMatching(Objective(priors=(gaussian(by_class=True),)), search)
+        (result,) = likeliest.continued(alone, labelled, budget, [stream], x[None])
+        return judged(result, most=SEARCHED)
     distance = float(found.f.mean())
     result = Reconstruction(x, y, distance, spent, 0.0, "converged")
     if not distance < READ:
-        return replace(
-            result, status="out_of_budget", reason=f"no images have the features found, up to {distance:.0e}"
-        )
-    return _judged(result, doubled(known), params, seen, y, scaled, EXPLAINED)
+        reason = f"no images have the features found, up to {distance:.0e}"
+        return replace(result, status="out_of_budget", reason=reason)
+    return judged(result, most=EXPLAINED)
 
 
 def _judged(

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Streams, Wave
 from fedgauge.attacks.engine.computation import InputLayer, called, dense_input_layer
 from fedgauge.attacks.engine.deadline import Deadline
-from fedgauge.attacks.exact.closed_form import EachByItself, Reader
+from fedgauge.attacks.exact.closed_form import EachByItself, Reader, check_steps
 from fedgauge.attacks.exact.dictionary import SparseMixture
 from fedgauge.attacks.solved_labels import derivative
 from fedgauge.client.models.losses import is_mean, loss_of
@@ -128,9 +128,10 @@ class _Unmixing(EachByItself):
     def readers(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> Sequence[Reader]:
         clock = Deadline(budget.seconds)
         layer, local = dense_input_layer(known.model, known.shape, relu=self.needs_relu), known.chain.local
-        if local.adaptive if self.tolerant else not local.one_gradient:
-            needed = "steps along gradients" if self.tolerant else "a single gradient"
-            raise ValueError(f"the attack needs {needed}, and the clients take {local.words}")
+        if self.tolerant:
+            check_steps(known, not local.adaptive, "steps along gradients")
+        else:
+            check_steps(known, local.one_gradient, "a single gradient")
         return [partial(self._read, layer, budget, stream("unmixing"), clock) for stream in streams]
 
     def _read(
