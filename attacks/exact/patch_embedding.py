@@ -93,19 +93,15 @@ class Patches:
         return self.grid[0] * self.size[0], self.grid[1] * self.size[1]
 
     def cut(self, x: Tensor) -> Tensor:
-        """Patches (..., N, n) of images (..., C, H, W); what no patch covers is left out."""
+        """Patches (images, N, n) of images (images, C, H, W); what no patch covers is left out."""
         high, wide = self.covered
-        inside = x[..., :high, :wide].reshape(-1, x.shape[-3], high, wide)
-        cut: Tensor = F.unfold(inside, self.size, stride=self.size).mT
-        return cut.reshape(*x.shape[:-3], *cut.shape[1:])
+        return F.unfold(x[..., :high, :wide], self.size, stride=self.size).mT
 
     def joined(self, patches: Tensor, shape: Sequence[int]) -> Tensor:
-        """Images (..., C, H, W) of patches (..., N, n), zero where no patch is."""
+        """Images (images, C, H, W) of patches (images, N, n), zero where no patch is."""
         high, wide = self.covered
-        flat = patches.reshape(-1, *patches.shape[-2:]).mT
-        whole = F.fold(flat, (high, wide), self.size, stride=self.size)
-        padded = F.pad(whole, (0, shape[-1] - wide, 0, shape[-2] - high))
-        return padded.reshape(*patches.shape[:-2], *padded.shape[1:])
+        whole = F.fold(patches.mT, (high, wide), self.size, stride=self.size)
+        return F.pad(whole, (0, shape[-1] - wide, 0, shape[-2] - high))
 
 
 def patches_read(model: nn.Module, shape: Sequence[int]) -> InputLayer:
