@@ -203,8 +203,9 @@ class _Stage(NamedTuple):
         return math.prod(self.steps[0].shape)
 
     @property
-    def names(self) -> list[str]:
-        return [name for step in self.steps for name in step.names]
+    def limit(self) -> int:
+        """The largest size that is solved in seconds."""
+        return LARGEST_BENT if self.whole.bent else LARGEST
 
     def apply(self, params: Params, x: Tensor) -> Tensor:
         for step in self.steps:
@@ -274,14 +275,13 @@ def stages_of(model: nn.Module, shape: Sequence[int]) -> list[_Stage]:
 
 def _check_sizes(stages: Sequence[_Stage], params: Params) -> None:
     """Decline what is too large to solve, for the last layer that leaves dimensions open, if there is one."""
-    large = [stage for stage in stages if stage.size > (LARGEST_BENT if stage.whole.bent else LARGEST)]
+    large = [stage for stage in stages if stage.size > stage.limit]
     if not large:
         return
     for stage in reversed(stages):
         if count := stage.open(params, stage is stages[-1]):
             _decline(stage.name, f"leaves at least {count:,} of {stage.size:,} dimensions open")
-    limit = LARGEST_BENT if large[-1].whole.bent else LARGEST
-    _decline(large[-1].name, f"reads {large[-1].size:,} values, and {limit:,} can be solved in seconds")
+    _decline(large[-1].name, f"reads {large[-1].size:,} values, and {large[-1].limit:,} can be solved in seconds")
 
 
 def _classified(step: _Step, params: Params) -> _Step:
@@ -423,7 +423,8 @@ def _bent(
         known: the stage's output.
         start: the solution if each unit's input is on the increasing branch; None: starts at the mean.
     """
-    wanted = {k: gradient[k] / _deviation(gradient[k], noise) for k in stage.names if k in gradient}
+    names = (name for step in stage.steps for name in step.names if name in gradient)
+    wanted = {k: gradient[k] / _deviation(gradient[k], noise) for k in names}
     units = torch.eye(mean.numel(), dtype=torch.float64)
 
     def misfits(x: Tensor) -> Tensor:
