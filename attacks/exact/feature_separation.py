@@ -188,11 +188,7 @@ class _Features(Prior):
 def _inputs(
     tail: Sequence[tuple[LayerCall, str]], gradient: Update, params: Params, labels: Iterable[Tensor], scaled: bool
 ) -> tuple[Tensor, Tensor]:
-    """The labels (B,) that explain the last layer's gradient, and what the first layer of the tail reads of each example (B, n).
-
-    Raises:
-        ValueError: none of the labels explains it.
-    """
+    """The labels (B,) that explain the last layer's gradient, and what the first layer of the tail reads of each example (B, n)."""
     some, rng = torch.stack(list(islice(labels, LABELS))), generator("starts of a separation")
     best = _separated(tail[0][0], gradient, params, some[:1].expand(STARTS, -1), rng, scaled)
     if not best.explains:
@@ -241,9 +237,6 @@ def _separated(
 
     Args:
         scaled: the gradient has an unknown factor, which the error signals then have too.
-
-    Raises:
-        ValueError: the gradient's rank is larger.
     """
     weight, bias, size = params[last.weight], params[last.bias], y.shape[1]
     whole = torch.cat([gradient[last.weight], gradient[last.bias][:, None]], 1)  # the bias reads 1 of each example
@@ -274,11 +267,7 @@ def _separated(
 
 
 def _least_squares(off: Callable[[Tensor, Tensor], Tensor], x: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimise |off(x, given)| from each of N points by Levenberg and Marquardt's method, until one is solved.
-
-    Returns:
-        The N points and their errors.
-    """
+    """N points x with the least |off(x, given)| by Levenberg and Marquardt's method, until one is solved, and their errors."""
     every, slopes = vmap(off), vmap(jacrev(off))
     rest, damping = every(x, given), x.new_full((len(x), 1, 1), 1e-3)
     for _ in range(STEPS):

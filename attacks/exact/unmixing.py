@@ -44,15 +44,12 @@ SETTLED = 5  # rounds without a new basis that end a search which no proof can e
 
 @dataclass(eq=False)
 class _Mixture:
-    """The factors of one observation's first-layer gradient.
+    """The factors of one observation's first-layer gradient; ValueError if it has none.
 
     Args:
         weight: G (m, n) up to scale, float64; bias: g (m,), with the same scale.
         size: B.
         noisy: whether noise may hide the rank.
-
-    Raises:
-        ValueError: it cannot be factored.
     """
 
     weight: Tensor

@@ -25,7 +25,6 @@ PILOT = 2048  # rows on which bond and kind of training data are chosen
 STEP = 10**0.5  # factor of the regulariser's search
 LOWEST, HIGHEST = 1e-12, 1e9  # limits of that search
 PIXELS = 128  # evenly spaced pixels on which a regulariser is tried
-NUMBERS = ("dual", "quiet", "bond", "regulariser", "error")  # of a ridge in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,8 +165,8 @@ class FittedRidge:
 
     @cached_property
     def inverter(self) -> Ridge:
-        kept = self.shadow.cache.get(f"ridge-{digest(self.shadow.key, self.attack)}", self._fit)
-        dual, quiet, bond, regulariser, error = (float(kept[k]) for k in NUMBERS)
+        kept = self.shadow.cache.get(f"fitted-{digest(self.shadow.key, self.attack)}", self._fit)
+        dual, quiet, bond, regulariser, error = kept["numbers"].tolist()
         rows = _inputs(self.shadow.shadow_data(False, quiet=bool(quiet))) if dual else None
         classes = self.shadow.known.classes
         return Ridge(kept["weights"], rows, kept["centre"], kept["base"], bond, classes, regulariser, error)
@@ -183,8 +182,8 @@ class FittedRidge:
         quiet, bond, start = self._choice()
         found = self._ridge(self.shadow.shadow_data(False, quiet=quiet), bond, start)
         numbers = (found.rows is not None, quiet, bond, found.regulariser, found.error)
-        kept = {k: torch.tensor(v, dtype=torch.float64) for k, v in zip(NUMBERS, numbers, strict=True)}
-        return kept | {"weights": found.weights, "centre": found.centre, "base": found.base}
+        kept = {"weights": found.weights, "centre": found.centre, "base": found.base}
+        return {**kept, "numbers": torch.tensor(numbers, dtype=torch.float64)}
 
     def _choice(self) -> tuple[bool, float, float]:
         """Choose on a small sample: noise-free training updates or not, bond, and regulariser."""
