@@ -265,9 +265,8 @@ def stages_of(model: nn.Module, shape: Sequence[int]) -> list[_Stage]:
     stages.append(_Stage(tuple(now), None))
     _check_sizes(stages, own)
     value = other.double()
-    for stage in stages:
-        value = stage.apply(own, value)
-        value = value if stage.activation is None else stage.activation.apply(own, value)
+    for step in steps:
+        value = step.apply(own, value)
     if not isinstance(again, Tensor) or not close(value, again.double()):
         _decline("forward", "is not the same computation for each example")
     return stages
