@@ -87,11 +87,9 @@ def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
     classes, names = known.classes, layer_parameters(layer)
     if updates[names[0]].shape[1] != classes:
         return updates
-    orders = torch.stack([torch.tensor([c, *(i for i in range(classes) if i != c)]) for c in range(classes)])
-    order = orders.to(labels.device)[labels]
-    moved = {k: updates[k] for k in names if k in updates}
+    order = (torch.arange(classes, device=labels.device) != labels[:, None]).int().argsort(dim=1, stable=True)
     each = torch.arange(len(labels), device=labels.device)[:, None]
-    return {**updates, **{k: t[each, order] for k, t in moved.items()}}
+    return {k: t[each, order] if k in names else t for k, t in updates.items()}
 
 
 @dataclass(frozen=True, eq=False)
