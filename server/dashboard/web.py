@@ -28,7 +28,7 @@ from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.views.compare import compare
 from fedgauge.server.views.gallery import Gallery, Page
 from fedgauge.server.views.leak_tables import clients
-from fedgauge.server.views.overview import overview
+from fedgauge.server.views.overview import Overview
 from fedgauge.server.views.snapshot import RunSnapshot, viewed
 from fedgauge.server.views.tables import in_json
 
@@ -140,7 +140,7 @@ def _view(make: Callable[[RunSnapshot, Asked], Any]) -> Callable[[Request], Any]
 
 @viewed
 def _overview(reading: RunSnapshot) -> Any:
-    return in_json(overview(reading))
+    return in_json(Overview(reading))
 
 
 _gallery_of = viewed(Gallery)

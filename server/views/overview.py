@@ -1,27 +1,18 @@
 """The overview: verdict, progress, accuracy and leakage over rounds, notices, and threat-model cards."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from fedgauge.attacks.base import LIMITS, Role
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
-from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.plan import describe
-from fedgauge.defenses.accounting import PrivacyStatement
 from fedgauge.server.store import run_files
-from fedgauge.server.views.figures import (
-    Figure,
-    membership_figure,
-    name_of,
-    rounds_figures,
-    success_figure,
-)
+from fedgauge.server.views.figures import membership_figure, name_of, rounds_figures, success_figure
 from fedgauge.server.views.formatting import decibel, scenario_line
-from fedgauge.server.views.gallery import Card, Gallery, Kind, worst_cases
+from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.leak_tables import membership_table, rounds_table, summary_table
-from fedgauge.server.views.notices import Notice, notices
+from fedgauge.server.views.notices import notices
 from fedgauge.server.views.outcomes import attacked_on, work_words
 from fedgauge.server.views.participation import app_clients_table, participation
 from fedgauge.server.views.privacy import canaries, spent_in
@@ -35,22 +26,19 @@ REASONS = 40  # the most rows in a table of reasons
 WORST = 3  # examples under the verdict
 
 
-@dataclass(frozen=True)
 class RunProgress:
     """State of training and attacks; words: counts of attacks and, while the run works, the time left."""
 
-    round: int
-    rounds: int
-    accuracy: float | None
-    utility: str
-    done: int
-    failed: int
-    expected: int
-    words: str
+    def __init__(self, reading: RunSnapshot) -> None:
+        jobs, plan = reading.jobs, reading.plan_coverage
+        self.round, self.rounds = max(reading.rounds, default=0), reading.tables["rounds"]
+        self.accuracy, self.utility = final_accuracy(reading.rounds), reading.scores.label_kind.utility
+        self.done, self.failed, self.expected = jobs.progress.done, jobs.progress.failed, jobs.expected
+        attacked = f"{plan.attacked} of {plan.updates} planned updates attacked"
+        self.words = " · ".join([jobs.words, attacked, *work_words(jobs)[1:]])
 
 
-@dataclass(frozen=True)
-class KnowledgeCard:
+class KnowledgeCard(NamedTuple):
     name: str
     kind: Role
     component: str
@@ -58,92 +46,37 @@ class KnowledgeCard:
     seed: int
 
 
-@dataclass(frozen=True, eq=False)
 class Overview:
-    """Content of page and report, except the gallery and the clients' view.
+    """Content of page and report, except the gallery and the clients' view."""
 
-    Args:
-        word, sentences: the verdict.
-        worst: the best reconstructions.
-        ungraded: number of reconstructions without a grade, with its reason in `ungraded_reason`.
-        environment: versions and hardware; None if they were not recorded.
-    """
-
-    name: str
-    facts: str
-    kind: Kind
-    word: str
-    sentences: Sequence[str]
-    worst: Sequence[Card]
-    notices: Sequence[Notice]
-    server_attacks: Mapping[str, str]
-    progress: RunProgress
-    measure: MainMetric
-    over_rounds: Sequence[Figure]
-    success: Figure | None
-    membership_figure: Figure | None
-    by_round: Table
-    summary: Table
-    reasons: Table
-    ungraded: int
-    ungraded_reason: str
-    membership_table: Table
-    canaries: str
-    limit: str
-    privacy: PrivacyStatement
-    cards: Sequence[KnowledgeCard]
-    participation: str
-    clients: Table
-    replay: str
-    replay_words: str
-    scenario: str
-    environment: Any
-    attacked_on: str
-
-
-def overview(reading: RunSnapshot) -> Overview:
-    judged, ledger, gallery = verdict_of(reading), reading.ledger, Gallery(reading)
-    return Overview(
-        name=reading.run.name,
-        facts=scenario_line(reading.tables),
-        kind=gallery.kind,
-        worst=worst_cases(gallery, WORST),
-        word=judged.word,
-        sentences=judged.sentences,
-        notices=notices(reading),
-        server_attacks=server_attack_effects(reading),
-        progress=progress(reading),
-        measure=reading.scores.measure,
-        over_rounds=rounds_figures(reading),
-        success=success_figure(reading),
-        membership_figure=membership_figure(reading),
-        by_round=rounds_table(reading),
-        summary=summary_table(reading),
-        reasons=_reasons(reading),
-        ungraded=reading.scores.left_ungraded,
-        ungraded_reason=ungraded_reason(reading),
-        membership_table=membership_table(reading),
-        canaries=canaries(reading),
-        limit=limit(reading),
-        privacy=spent_in(reading),
-        cards=_cards(reading),
-        participation=participation(reading.observations) or ("All updates arrived." if reading.observations else ""),
-        clients=app_clients_table(reading.ledger),
-        replay=reading.meta.get("replay", ""),
-        replay_words=reading.meta.get("replay_detail", ""),
-        scenario=run_files.read(reading.run.folder / "scenario.toml").decode(errors="replace"),
-        environment=environment(reading),
-        attacked_on=attacked_on(ledger),
-    )
-
-
-def progress(reading: RunSnapshot) -> RunProgress:
-    jobs, plan = reading.jobs, reading.plan_coverage
-    words = work_words(jobs)
-    words.insert(1, f"{plan.attacked} of {plan.updates} planned updates attacked")
-    tested = max(reading.rounds, default=0), reading.tables["rounds"], final_accuracy(reading.rounds)
-    utility, counts = reading.scores.label_kind.utility, (jobs.progress.done, jobs.progress.failed, jobs.expected)
-    return RunProgress(*tested, utility, *counts, " · ".join(words))
+    def __init__(self, reading: RunSnapshot) -> None:
+        judged, gallery = verdict_of(reading), Gallery(reading)
+        self.name, self.facts, self.kind = reading.run.name, scenario_line(reading.tables), gallery.kind
+        self.word, self.sentences = judged.word, judged.sentences
+        self.worst = worst_cases(gallery, WORST)
+        self.notices = notices(reading)
+        self.server_attacks = server_attack_effects(reading)
+        self.progress = RunProgress(reading)
+        self.measure = reading.scores.measure
+        self.over_rounds = rounds_figures(reading)
+        self.success = success_figure(reading)
+        self.membership_figure = membership_figure(reading)
+        self.by_round = rounds_table(reading)
+        self.summary = summary_table(reading)
+        self.reasons = _reasons(reading)
+        self.ungraded, self.ungraded_reason = reading.scores.left_ungraded, ungraded_reason(reading)
+        self.membership_table = membership_table(reading)
+        self.canaries = canaries(reading)
+        self.limit = limit(reading)
+        self.privacy = spent_in(reading)
+        self.cards = _cards(reading)
+        everybody = "All updates arrived." if reading.observations else ""
+        self.participation = participation(reading.observations) or everybody
+        self.clients = app_clients_table(reading.ledger)
+        self.replay, self.replay_words = (reading.meta.get(key, "") for key in ("replay", "replay_detail"))
+        self.scenario = run_files.read(reading.run.folder / "scenario.toml").decode(errors="replace")
+        self.environment = environment(reading)
+        self.attacked_on = attacked_on(reading.ledger)
 
 
 def limit(reading: RunSnapshot) -> str:
@@ -169,11 +102,9 @@ def _parts(row: Any) -> list[str]:
 
 def _cards(reading: RunSnapshot) -> list[KnowledgeCard]:
     """Return the threat-model card of each attack; baselines and limits last."""
-    planned, cards = reading.ledger.planned(), []
-    for row in reading.attacks:
-        name = row["name"]
-        cards.append(KnowledgeCard(name, row["role"], describe(planned[name].table), _parts(row), row["seed"]))
-    return sorted(cards, key=lambda card: card.kind != "attack")
+    tables = {name: planned.table for name, planned in reading.ledger.planned().items()}
+    rows = sorted(reading.attacks, key=lambda row: bool(row["role"] != "attack"))
+    return [KnowledgeCard(r["name"], r["role"], describe(tables[r["name"]]), _parts(r), r["seed"]) for r in rows]
 
 
 def _reasons(reading: RunSnapshot) -> Table:

@@ -1,7 +1,7 @@
 """Tables for terminal, page, report and export: typed columns and rows of plain values."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedgauge.attacks.modality.base import Measured
@@ -90,6 +90,6 @@ def in_json(value: Any) -> Any:
         value = value._asdict()
     if isinstance(value, Mapping):
         return {str(key): in_json(each) for key, each in value.items()}
-    if is_dataclass(value):
-        return {field.name: in_json(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "__dict__"):
+        return in_json(vars(value))
     return [in_json(each) for each in value]

@@ -16,7 +16,7 @@ from fedgauge.server.views.compare import compare
 from fedgauge.server.views.formatting import many, number, percent
 from fedgauge.server.views.gallery import Gallery, Page, sample_of
 from fedgauge.server.views.leak_tables import clients
-from fedgauge.server.views.overview import overview
+from fedgauge.server.views.overview import Overview
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.tables import in_json
 
@@ -70,7 +70,7 @@ def _shown(value: object) -> object:
 def _content(reading: RunSnapshot) -> Mapping[str, object]:
     """Return the values of the template: the live page's, and a sample of examples."""
     gallery = Gallery(reading)
-    page, cards = overview(reading), [gallery.card(*place) for place in sample_of(gallery)]
+    page, cards = Overview(reading), [gallery.card(*place) for place in sample_of(gallery)]
     return {
         "o": page,
         "clients": clients(reading, reading.scores.measure.metric).table,

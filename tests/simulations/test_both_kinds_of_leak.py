@@ -10,7 +10,7 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.overview import overview
+from fedgauge.server.views.overview import Overview
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
@@ -40,7 +40,7 @@ def run(
 
 def test_the_page_draws_membership_over_rounds_with_its_limit(run: Run) -> None:
     with closing(RunSnapshot(run)) as reading, reading.now():
-        told, found = in_json(overview(reading)), verdict_of(reading)
+        told, found = in_json(Overview(reading)), verdict_of(reading)
     curves = {figure["metric"]: figure["series"] for figure in told["over_rounds"]}
     member = {series["name"]: series for series in curves["membership"]}
     assert set(member) == {

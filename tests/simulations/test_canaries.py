@@ -20,7 +20,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.figures import rounds_figures
-from fedgauge.server.views.overview import overview
+from fedgauge.server.views.overview import Overview
 from fedgauge.server.views.privacy import CanaryEstimate, _accounted, canaries, canary_estimate, canary_words
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
@@ -192,7 +192,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_attacks_leave_canaries_alone_and_these_are_looked_at_in_every_round(run: Run) -> None:
     with closing(RunSnapshot(run)) as reading, reading.now():
         scores = reading.scores
-        told = in_json(overview(reading))
+        told = in_json(Overview(reading))
     looked_at = {
         name: {(int(r), int(c)) for r, c in zip(rows.round, rows.client, strict=True)}
         for name in ("idlg", "membership", CANARIES)

@@ -22,7 +22,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gate import Threshold, gate_of_run
-from fedgauge.server.views.overview import overview
+from fedgauge.server.views.overview import Overview
 from fedgauge.server.views.privacy import CanaryBound, _accounted, bound_of, bound_words, canary_bound
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.snapshot import RunSnapshot
@@ -177,7 +177,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_canaries_are_looked_at_in_every_round_and_attacks_leave_nobody_alone(run: Run) -> None:
     with closing(RunSnapshot(run)) as reading, reading.now():
-        scores, told, coins = reading.scores, in_json(overview(reading)), reading.scenario.protocol.coins
+        scores, told, coins = reading.scores, in_json(Overview(reading)), reading.scenario.protocol.coins
         found, accounted = canary_bound(scores, coins, DELTA), _accounted(reading, 2)
     looked_at = {
         name: {(int(r), int(c)) for r, c in zip(rows.round, rows.client, strict=True)}

@@ -22,7 +22,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.figures import rounds_figures
 from fedgauge.server.views.gallery import Gallery, worst_cases
-from fedgauge.server.views.overview import overview
+from fedgauge.server.views.overview import Overview
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
@@ -85,7 +85,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 def test_the_page_shows_every_number_and_the_verdict_counts_them(run: Run) -> None:
     with closing(RunSnapshot(run)) as reading, reading.now():
         gallery = Gallery(reading)
-        page, told, worst = in_json(gallery.page()), overview(reading), worst_cases(gallery, 3)
+        page, told, worst = in_json(gallery.page()), Overview(reading), worst_cases(gallery, 3)
         found = verdict_of(reading)
         strengths, modality = gallery.attacked(), gallery.scores.modality
         lower = type("Lower", (modality,), {"main": replace(modality.main, higher_is_better=False)})

@@ -13,7 +13,7 @@ from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.overview import overview
+from fedgauge.server.views.overview import Overview
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
@@ -98,7 +98,7 @@ def test_it_is_shown_where_its_module_may_not_be_loaded(run: Run) -> None:
         planned = {name: attack.metric for name, attack in ledger.planned().items()}
     assert (planned["aligned"], planned["remembers"]) == (MEMBER, HELD)
     with closing(RunSnapshot(run)) as reading, reading.now():
-        told, found = in_json(overview(reading)), verdict_of(reading)
+        told, found = in_json(Overview(reading)), verdict_of(reading)
     rows = {tuple(row[:2]) for row in told["membership_table"]["rows"]}
     assert rows >= {("Batch membership", "aligned"), ("Dataset membership", "remembers")}
     assert {s["name"] for f in told["over_rounds"] if f["metric"] == MEMBER for s in f["series"]} >= {"aligned"}

@@ -1,8 +1,10 @@
 """The page's scripts read what the views' types have, and the types have nothing that nobody reads."""
 
+import inspect
 import re
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +40,13 @@ HELD: dict[str, tuple[tuple[type, ...], set[str]]] = {
 
 
 def names(*kinds: type) -> set[str]:
-    return {field.name for kind in kinds for field in fields(kind)}
+    return {name for kind in kinds for name in attributes(kind)}
+
+
+def attributes(kind: Any) -> list[str]:
+    if is_dataclass(kind):
+        return [field.name for field in fields(kind)]
+    return list(getattr(kind, "_fields", ())) or re.findall(r"self\.(\w+)(?=[^()]*? = )", inspect.getsource(kind))
 
 
 @pytest.mark.parametrize("variable", HELD)

@@ -21,7 +21,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import read_tensors
 from fedgauge.server.strategy.malicious_strategy import MaliciousStrategy
-from fedgauge.server.views.overview import overview
+from fedgauge.server.views.overview import Overview
 from fedgauge.server.views.participation import guarded
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
@@ -251,7 +251,7 @@ def test_effects_of_a_malicious_server_are_reported(make_scenario: Callable[...,
     assert "2 of 2 altered" in told["noticed"] and "0 of 7 honest" in told["noticed"]
     assert "2 updates of 9" in told["cost"]
     with RunSnapshot(run).now() as reading:
-        page, report = overview(reading), write_report(run).read_text()
+        page, report = Overview(reading), write_report(run).read_text()
     assert page.server_attacks == told
     assert "The malicious server" in report and "0 of 7 honest" in report
 

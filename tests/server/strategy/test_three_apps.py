@@ -180,7 +180,7 @@ def test_an_app_is_trained_audited_shown_and_graded(
     assert "without a grade" in report
     with closing(RunSnapshot(run)) as reading, reading.now():
         assert reading.state == "complete"
-        shown, page = in_json(Gallery(reading).page()), overview.overview(reading)
+        shown, page = in_json(Gallery(reading).page()), overview.Overview(reading)
     assert page.progress.rounds == page.progress.round == 2
     assert page.word == "undetermined" and "compared" in page.sentences[0]
     assert shown["total"] == 2 * 3 * app.config["examples"]

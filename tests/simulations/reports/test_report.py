@@ -15,7 +15,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.overview import overview
+from fedgauge.server.views.overview import Overview
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.simulations.reports.report import write_comparison, write_report
@@ -62,7 +62,7 @@ def test_captions_and_table_hold_the_ledgers_numbers(attacked: Run) -> None:
     assert [float(row[4]) for row in cells] == pytest.approx([mean[1], mean[2]], abs=0.051)
     assert any(row[0] == "analytic" and "8 x not applicable" in row for row in page.rows)
     with closing(RunSnapshot(attacked)) as reading, reading.now():
-        drawn = in_json(overview(reading))["over_rounds"]
+        drawn = in_json(Overview(reading))["over_rounds"]
     assert page.rounds == json.loads(json.dumps(drawn)), "the figures are those of the page"
 
 
