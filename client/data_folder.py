@@ -2,7 +2,8 @@
 
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -13,6 +14,16 @@ from fedgauge.client.components import SpecError
 from fedgauge.client.files import reading, replacing
 
 may_download = ContextVar("may_download", default=True)  # False while a run is only displayed
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Forbid downloads of data."""
+    before = may_download.set(False)
+    try:
+        yield
+    finally:
+        may_download.reset(before)
 
 
 def data_folder() -> Path | None:

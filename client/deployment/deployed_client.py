@@ -43,10 +43,10 @@ class DeployedClient(Federation):
             RequestRefused: the server's part is wrong.
             SpecError: the owner's part is wrong.
         """
-        if owner.client >= terms.clients:
-            raise RequestRefused(f"the protocol has {terms.clients} clients, fewer than this client's number requires")
-        if owner.canary != (owner.client >= terms.clients - terms.canaries):
-            raise RequestRefused(NO_CANARY if owner.canary else UNWILLING)
+        unknown = owner.client >= terms.clients
+        if unknown or owner.canary != (owner.client >= terms.clients - terms.canaries):
+            few = f"the protocol has {terms.clients} clients, fewer than this client's number requires"
+            raise RequestRefused(few if unknown else NO_CANARY if owner.canary else UNWILLING)
         protocol = Protocol(
             terms.seed, terms.rounds, terms.clients, owner.data, terms.model, owner.chain, loss=owner.loss
         )

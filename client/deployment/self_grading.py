@@ -39,19 +39,18 @@ def batch_to_grade(owner: OwnerConfig, state: ClientFolder, run: int, round: int
     Raises:
         RequestRefused: it must not answer.
     """
+    why = "the owner's data has changed since"
     if owner.grading.mode == "off":
-        raise RequestRefused(NOT_ALLOWED)
-    if not owner.dataset.mean:
-        raise RequestRefused("this client's data are not images, and a client grades only images")
-    drawn = state.drawn(run, round)
-    if drawn is None:
-        raise RequestRefused(f"this client did not train in round {round}")
-    if not drawn.sent:
-        raise RequestRefused(f"this client sent nothing in round {round}")
-    batch = owner.batch(drawn.rows) if max(drawn.rows) < len(owner.dataset.y) else None
-    if batch is None or digest_of(batch) != drawn.digest:
-        raise RequestRefused("the owner's data has changed since")
-    return batch
+        why = NOT_ALLOWED
+    elif not owner.dataset.mean:
+        why = "this client's data are not images, and a client grades only images"
+    elif (drawn := state.drawn(run, round)) is None:
+        why = f"this client did not train in round {round}"
+    elif not drawn.sent:
+        why = f"this client sent nothing in round {round}"
+    elif max(drawn.rows) < len(owner.dataset.y) and digest_of(batch := owner.batch(drawn.rows)) == drawn.digest:
+        return batch
+    raise RequestRefused(why)
 
 
 def grade(

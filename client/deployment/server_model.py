@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fedgauge.client.components import Table, coerce, is_own, path_arguments
-from fedgauge.client.data_folder import may_download
+from fedgauge.client.data_folder import offline
 from fedgauge.client.deployment.server_terms import NO_FILE, RequestRefused
 from fedgauge.client.models.build import MODEL, build_model, changes_of
 
@@ -36,32 +36,27 @@ def build_servers_model(table: Table, offered: Mapping[str, Any], seed: int, mos
     Raises:
         RequestRefused: with a fixed sentence; its cause is only for the owner.
     """
-    table = dict(table)
-    downloads = may_download.set(False)
+    table, built = dict(table), None
     try:
         mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
-        _refuse_paths(table)
-        built = build_model(table, "[model]", offered, seed, more_keys=("mode",)).train(mode == "train")
-    except RequestRefused:
-        raise
+        if not _names_paths(table):
+            with offline():
+                built = build_model(table, "[model]", offered, seed, more_keys=("mode",)).train(mode == "train")
     except Exception as error:  # of any kind: which one it is may depend on this machine's files
         raise RequestRefused(NOT_BUILT) from error
-    finally:
-        may_download.reset(downloads)
-    if sum(t.numel() for t in (*built.parameters(), *built.buffers())) > most:
-        raise RequestRefused(TOO_LARGE)
+    if built is None or sum(t.numel() for t in (*built.parameters(), *built.buffers())) > most:
+        raise RequestRefused(NO_FILE if built is None else TOO_LARGE)
     return built
 
 
-def _refuse_paths(table: Table) -> None:
-    """Refuse arguments that are, or may be read as, paths."""
+def _names_paths(table: Table) -> bool:
+    """Check for arguments that are, or may be read as, paths."""
     parts = [(table, MODEL), *((change, kind) for _, change, kind in changes_of(table, "[model]"))]
     # in fedgauge's own, only a name on the hub may have a slash
     names = _HUB_NAME if all(is_own(part, kind) for part, kind in parts) else _NAME
     texts = [(key, value) for key, value in _leaves(table) if isinstance(value, str)]
     plain = all((_USED if key == "use" else names).fullmatch(value) for key, value in texts)
-    if not plain or any(path_arguments(part, kind) for part, kind in parts):
-        raise RequestRefused(NO_FILE)
+    return not plain or any(path_arguments(part, kind) for part, kind in parts)
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

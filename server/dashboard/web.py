@@ -138,25 +138,19 @@ def _view(make: Callable[[RunSnapshot, Asked], Any]) -> Callable[[Request], Any]
     return answer
 
 
-@viewed
-def _overview(reading: RunSnapshot) -> Any:
-    return in_json(Overview(reading))
-
-
-_gallery_of = viewed(Gallery)
+_overview, _gallery_of = (viewed(make) for make in (lambda reading: in_json(Overview(reading)), Gallery))
 
 
 def _gallery(reading: RunSnapshot, asked: Asked) -> Page:
     gallery = _gallery_of(reading)
-    who, offset = (_number(asked, key) if key in asked else None for key in ("client", "offset"))
     round = gallery.rounds[-1] if gallery.rounds else None
     if "round" in asked:
         round = None if asked["round"] == "all" else _number(asked, "round")
-    return gallery.page(round, who, offset or 0)
+    return gallery.page(round, _number(asked, "client"), _number(asked, "offset") or 0)
 
 
 def _clients(reading: RunSnapshot, asked: Asked) -> Any:
-    return clients(reading, _one_of(asked, "metric", tuple(MEASURED), reading.scores.measure.metric))
+    return clients(reading, _metric(asked, reading.scores.measure.metric))
 
 
 async def _runs(request: Request) -> Response:
@@ -167,11 +161,10 @@ async def _runs(request: Request) -> Response:
 
 async def _compare(request: Request) -> Response:
     asked = _query(request)
-    metric = _one_of(asked, "metric", ("", *MEASURED)) or None
+    metric = _metric(asked, "") or None
     catalog: RunCatalog = request.app.state.catalog
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
-    if len(names) > OPEN:
-        raise HTTPException(400, f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
+    _require(len(names) <= OPEN, f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
     found = await run_in_threadpool(catalog.compare, names, lambda readings: in_json(compare(readings, metric)))
     return Json(found)
 
@@ -190,14 +183,19 @@ def _query(request: Request) -> Asked:
     return {key: value for key, value in request.query_params.items() if value != ""} | request.path_params
 
 
-def _number(asked: Asked, key: str) -> int:
-    if re.fullmatch(r"[0-9]{1,7}", value := asked.get(key, "")) is None:
-        raise HTTPException(400, f"{key} must be a whole number of at most seven digits, got {value!r}")
-    return int(value)
+def _require(holds: bool, words: str) -> None:
+    if not holds:
+        raise HTTPException(400, words)
 
 
-def _one_of(asked: Asked, key: str, allowed: Sequence[str], default: str = "") -> str:
-    value = asked.get(key, default)
-    if value not in allowed:
-        raise HTTPException(400, f"{key} must be one of {', '.join(allowed)}, got {value!r}")
+def _number(asked: Asked, key: str) -> int | None:
+    value = asked.get(key, "0")
+    named = f"{key} must be a whole number of at most seven digits, got {value!r}"
+    _require(re.fullmatch(r"[0-9]{1,7}", value) is not None, named)
+    return int(value) if key in asked else None
+
+
+def _metric(asked: Asked, default: str) -> str:
+    value = asked.get("metric", default)
+    _require(value in ("", *MEASURED), f"metric must be one of {', '.join(MEASURED)}, got {value!r}")
     return value

@@ -181,10 +181,8 @@ def _load(source: TapeSource, lease: Lease) -> tuple[Lease, Task] | None:
     except Exception as error:  # somebody else's tape may hold updates of several forms
         _give_up(ledger, lease, error)
         return None
-    planned, others = lease.attack.to_json(), dict(lease.others)
-    return lease, Task(
-        source.federation.protocol.to_json(), planned, lease.seed, wave, others, memories, ledger.deployed, last
-    )
+    protocol, others = source.federation.protocol.to_json(), dict(lease.others)
+    return lease, Task(protocol, lease.attack, lease.seed, wave, others, memories, ledger.deployed, last)
 
 
 def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:

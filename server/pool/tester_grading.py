@@ -32,7 +32,7 @@ from fedgauge.server.store.tape import TapeError, by_weights
 from fedgauge.server.store.tape_source import TapeSource, UploadMismatch
 from fedgauge.server.store.tester_truth import TesterTruth
 
-Found = Mapping[tuple[int, int], Batch | None]  # the truth by (round, client)
+Found = Mapping[tuple[int, int], Batch]  # the truth by (round, client), as far as there is any
 CHECKING = 60.0  # seconds after which no further update is checked against its truth
 MOST_DOUBTS = 3  # in one sentence
 EXAMPLE = "example"  # (B,) in a reconstruction's file: the example of the truth that each was paired with; -1: none
@@ -53,11 +53,10 @@ def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> s
     grader = Auditor(source).grader
     with run.lock("audit"):
         jobs, tests = ledger.ungraded(again=True), ledger.finished_tests()
-        found = {
-            key: truth.batch(*key, scenario.federation.shards.dataset, nodes)
-            for key in dict.fromkeys(_asked(scenario, [*jobs, *tests]))
-        }
-        if (jobs or tests) and not any(batch is not None and len(batch.y) for batch in found.values()):
+        data, asked = scenario.federation.shards.dataset, set(_asked(scenario, [*jobs, *tests]))
+        read = ((key, truth.batch(*key, data, nodes)) for key in sorted(asked))
+        found = {key: batch for key, batch in read if batch is not None and len(batch.y)}
+        if (jobs or tests) and not found:
             raise SpecError(f"{truth.folder} has no examples of any attacked update")
         size = scenario.federation.shards.batch_size
         assumed = {job.id: size * len(scenario.protocol.group(job.client)) for job in jobs}
@@ -96,14 +95,13 @@ def _doubts(source: TapeSource, found: Found) -> str:
     """Return evidence against this truth from the updates that it should give; empty if there is none."""
     if source.ledger.training_fits is False:
         return ""
-    there = {key for key, batch in found.items() if batch is not None and len(batch.y)}
-    taped = [one for one in source.taped() if one[:2] in there]
+    taped = [one for one in source.taped() if one[:2] in found]
     doubts, began = list[str](), time.monotonic()
     try:
         for round, client, digest in taped[:: max(1, len(taped) // MOST_UPDATES)]:
-            if (own := found[round, client]) is None or time.monotonic() - began > CHECKING:
+            if time.monotonic() - began > CHECKING:
                 break
-            doubts.append(doubt(source.federation, source.observation(round, client, digest), own))
+            doubts.append(doubt(source.federation, source.observation(round, client, digest), found[round, client]))
     except Exception as error:  # a user's network may raise anything; the grades stand without this check
         doubts.append(f"whether the truth gives the updates was not checked: {type(error).__name__}: {error}")
     words = "; ".join([each for each in doubts if each][:MOST_DOUBTS])
@@ -130,16 +128,15 @@ def _grade(run: Run, ledger: Ledger, grader: Grader, job: Ungraded, found: Found
         tensors = run.read_reconstruction(job.round, job.client, job.attack)
     except TapeError:
         tensors, why = {}, None if job.status in EMPTY_HANDED else "the attack left no file"
-    own = found[job.round, job.client]
+    own = found.get((job.round, job.client))
     status: Status = cast(Status, job.status) if job.status in get_args(Status) else "converged"
     result = Reconstruction.from_tensors(tensors, status, job.seconds)
-    if why != "" or own is None or not len(own.y):
+    if why != "" or own is None:
         rows = ungraded_rows(job.attack, job.round, job.client, result, assumed, job.other, grader.modality.main.metric)
         ledger.grade(job.id, [row for row in rows if row.metric != OBJECTIVE], None, afresh=True)
         return f"no truth of client {job.client} in round {job.round}" if why == "" else why
     _, rows, example = grader.grade(job.attack, job.round, job.client, result, own)
-    other = None if job.other is None else found[job.round, job.other]
-    if other is not None and job.other is not None and len(other.y):
+    if job.other is not None and (other := found.get((job.round, job.other))) is not None:
         name = wrong_client(job.attack)
         rows += grader.grade(name, job.round, job.other, replace(result, y=None), other)[1]
     if len(example):
@@ -168,9 +165,8 @@ class _HandedIn(Shards):
 def with_examples(fed: Federation, found: Found) -> Federation:
     """Return a federation with these examples at its clients, each once, and no longer among public examples or strangers."""
     data, public = fed.shards.dataset, fed.shards.auxiliary_batch()
-    there = {key: batch for key, batch in sorted(found.items()) if batch is not None and len(batch.y)}
     names, firsts, drawn = dict[bytes, int](), list[tuple[Tensor, Tensor]](), dict[tuple[int, int], Tensor]()
-    for key, (x, y) in there.items():
+    for key, (x, y) in sorted(found.items()):
         for name, *example in zip(_names(x), x, y, strict=True):
             if name not in names:
                 names[name] = len(names)
@@ -219,11 +215,10 @@ def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest]
     ledger, fed = source.ledger, with_examples(source.federation, found)
     planned, memories = ledger.planned(), dict[str, dict[int, ClientState]]()
     auditor = Auditor(FederationSource(fed), scenario.plan.seed)
-    there = {key for key, batch in found.items() if batch is not None and len(batch.y)}
     done = 0
 
     def missing(client: int, round: int) -> list[int]:
-        return [m for m in fed.protocol.group(client) if (round, m) not in there]
+        return [m for m in fed.protocol.group(client) if (round, m) not in found]
 
     for (name, round), group in groupby(tests, key=lambda test: (test.attack, test.round)):
         here = []

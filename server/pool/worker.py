@@ -22,7 +22,7 @@ class Task:
     """One wave as it travels to a worker.
 
     Args:
-        protocol, planned: as JSON.
+        protocol: as JSON.
         others: by client, another client; its truth also grades the reconstruction.
         memories: by client, of a stateful attack.
         blind: there is no truth to grade against, as in a deployment.
@@ -30,7 +30,7 @@ class Task:
     """
 
     protocol: str
-    planned: str
+    planned: PlannedAttack
     seed: int
     wave: Wave
     others: dict[int, int]
@@ -60,7 +60,7 @@ class Worker:
 
     def attack(self, task: Task) -> TaskResult:
         """Attack one wave; raises what the attack raises on the CPU."""
-        if self.device == CPU or _planned(task.planned).build().on_cpu:
+        if self.device == CPU or task.planned.build().on_cpu:
             return self._on_cpu(task)
         why = self._lost or ("earlier attempts ended their workers" if task.last else "")
         deterministic = True
@@ -109,18 +109,12 @@ def attack_wave(
     torch.set_num_threads(1)
     keep_freed_memory()
     compute_on(device, precision, deterministic)
-    planned = _planned(task.planned)
     auditor = _auditor(task.protocol, task.seed, task.blind, device)
     try:
-        audited = auditor.audit(planned, task.wave, task.others, task.memories)
+        audited = auditor.audit(task.planned, task.wave, task.others, task.memories)
     except SystemExit as error:
         raise RuntimeError(f"the attack called sys.exit({error.code!r}) instead of returning") from error
     return TaskResult(audited, numerics(device, precision, deterministic))
-
-
-@lru_cache
-def _planned(text: str) -> PlannedAttack:
-    return PlannedAttack.from_json(text)
 
 
 @lru_cache(maxsize=4)

@@ -33,12 +33,11 @@ def build_strategy(table: Table, clients: int, least: int | None = None) -> Stra
         "configrecord_key": "config",
         "weighted_by_key": WEIGHT,
     }
-    for key, value in agreed.items():
-        if checked.get(key, value) != value:
-            raise SpecError(f"[strategy]: {key} must be {value!r}, got {checked[key]!r}")
     # Flower would wait for more clients than there are
-    for key, most in (("min_train_nodes", clients), ("min_available_nodes", clients), ("fraction_train", 1.0)):
-        if not 0 < checked.get(key, most) <= most:
-            raise SpecError(f"[strategy]: {key} must be above 0 and at most {most}, got {checked[key]}")
+    most = {"min_train_nodes": clients, "min_available_nodes": clients, "fraction_train": 1.0}
+    wrong = {k: f"must be {v!r}" for k, v in agreed.items() if checked.get(k, v) != v}
+    wrong |= {k: f"must be above 0 and at most {n}" for k, n in most.items() if not 0 < checked.get(k, n) <= n}
+    for key, words in wrong.items():
+        raise SpecError(f"[strategy]: {key} {words}, got {checked[key]!r}")
     strategy: Strategy = build({**checked, "use": table["use"]}, "[strategy]", STRATEGY)
     return strategy

@@ -16,7 +16,7 @@ from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.score_rows import wrong_client
 from fedgauge.client import toml_text
 from fedgauge.client.components import Count, SpecError, coerce
-from fedgauge.client.data_folder import may_download
+from fedgauge.client.data_folder import offline
 from fedgauge.client.label_kinds import SCORED, LabelKind
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Batch
@@ -173,16 +173,6 @@ def viewed(make: Make) -> Make:
         return snapshot.views[make, *args]
 
     return cast(Make, cached)
-
-
-@contextmanager
-def offline() -> Iterator[None]:
-    """Forbid downloads of data."""
-    before = may_download.set(False)
-    try:
-        yield
-    finally:
-        may_download.reset(before)
 
 
 class RunSnapshot:

@@ -21,7 +21,7 @@ def test_a_worker_gives_what_the_auditor_gives(kit: Any, tmp_path: Path) -> None
     run = kit.make_run(tmp_path / "run", scenario)
     wave = Wave.stack([run.tape().read(1, c) for c in (0, 3)])
     planned = scenario.plan.attacks[0]
-    task = Task(scenario.protocol.to_json(), planned.to_json(), 3, wave, {0: 3})
+    task = Task(scenario.protocol.to_json(), planned, 3, wave, {0: 3})
     outcome = attack_wave(task)
     expected = Auditor(FederationSource(Federation(scenario.protocol)), 3).audit(planned, wave, {0: 3})
     for one, other in zip(outcome.audited, expected, strict=True):
