@@ -16,7 +16,7 @@ from fedgauge.client.components import SpecError
 
 HOSTS = ("localhost", "127.0.0.1", "superlink")  # the server's names on one machine and among its containers
 DAYS = 825  # a certificate is valid
-_PRIVATE, _PUBLIC = 0o600, 0o644
+_PUBLIC = 0o644
 
 
 def write_authority(folder: Path, hosts: Sequence[str] = (), mutual: bool = False) -> None:
@@ -39,9 +39,9 @@ def write_authority(folder: Path, hosts: Sequence[str] = (), mutual: bool = Fals
         key, hashes.SHA384()
     )
     for file in ("ca.crt", "server.crt"):
-        _write(folder / file, signed.public_bytes(serialization.Encoding.PEM), _PUBLIC)
+        write_secret(folder / file, signed.public_bytes(serialization.Encoding.PEM), _PUBLIC)
     pem, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    _write(folder / "server.key", key.private_bytes(serialization.Encoding.PEM, pem, plain), _PRIVATE)
+    write_secret(folder / "server.key", key.private_bytes(serialization.Encoding.PEM, pem, plain))
 
 
 def alternative_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
@@ -56,13 +56,8 @@ def write_node_key(path: Path) -> None:
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    _write(path, private, _PRIVATE)
-    _write(path.with_name(f"{path.name}.pub"), public + f" {path.name}\n".encode(), _PUBLIC)
-
-
-def write_secret(path: Path, secret: bytes) -> None:
-    """Write a file that only its owner can read, from the moment it is created."""
-    _write(path, secret, _PRIVATE)
+    write_secret(path, private)
+    write_secret(path.with_name(f"{path.name}.pub"), public + f" {path.name}\n".encode(), _PUBLIC)
 
 
 def _alternative(host: str) -> x509.GeneralName:
@@ -74,6 +69,7 @@ def _alternative(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _write(path: Path, content: bytes, mode: int) -> None:
+def write_secret(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a file that only its owner can read, from the moment it is created."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)

@@ -108,13 +108,8 @@ class _Reply:
         return next((int(n) for n in counts if 1 <= n < 2**53 and n == int(n)), None)
 
 
-class _Task(NamedTuple):
-    """Something to do in the writer's thread, with the bytes that it holds in memory until then."""
-
-    what: str
-    act: Callable[[], None]
-    size: int
-    done: threading.Event
+# something to do in the writer's thread: its name, the act, the bytes that it holds in memory until then, and when it is done
+_Task = tuple[str, Callable[[], None], int, threading.Event]
 
 
 class AppRecorder:
@@ -216,8 +211,8 @@ class AppRecorder:
         if size:
             with self._counting:
                 self._waiting += size
-        self._tasks.put(task := _Task(what, act, size, threading.Event()))
-        return task.done
+        self._tasks.put((what, act, size, done := threading.Event()))
+        return done
 
     def reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
         """Record a reply; without its arrays while more than MOST_WAITING bytes are unwritten, as the app must not wait."""
@@ -229,22 +224,22 @@ class AppRecorder:
 
     def _write(self) -> None:
         while not self._closed:
-            self._do(self._tasks.get())
+            self._do(*self._tasks.get())
         with suppress(Empty):
             while True:
-                self._tasks.get_nowait().done.set()
+                self._tasks.get_nowait()[-1].set()
 
-    def _do(self, task: "_Task") -> None:
+    def _do(self, what: str, act: Callable[[], None], size: int, done: threading.Event) -> None:
         started = time.perf_counter()
         try:
-            task.act()
+            act()
         except Exception as error:  # whatever it is, the app must not notice
-            self.warn("recorder", f"{task.what} is not recorded: {type(error).__name__}: {error}")
+            self.warn("recorder", f"{what} is not recorded: {type(error).__name__}: {error}")
         finally:
             self._cost += time.perf_counter() - started
             with self._counting:
-                self._waiting -= task.size
-            task.done.set()
+                self._waiting -= size
+            done.set()
 
     def note_sent(self, sent: _Sent) -> None:
         """Note a message; one that carries weights to be trained gets its round."""

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_hexdigest
 
 from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.snapshot import RunLine, RunSnapshot, run_line
+from fedgauge.server.views.snapshot import RunLine, RunSnapshot
 
 OPEN = 24  # the most runs kept open, because a reading holds all scores of its run
 
@@ -113,7 +113,7 @@ class RunCatalog:
         found: list[RunLine | BrokenRun] = []
         for name in self.names():
             try:
-                found.append(run_line(self.run(name)))
+                found.append(RunLine(self.run(name)))
             except (LedgerError, UnknownRun, KeyError, OSError) as error:
                 found.append(BrokenRun(name, str(error)))
         return found

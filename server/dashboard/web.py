@@ -25,7 +25,7 @@ from fedgauge.server.dashboard import STATIC
 from fedgauge.server.dashboard.guards import Guard, Json, refusal
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
 from fedgauge.server.store.ledger_file import LedgerError
-from fedgauge.server.views.compare import compare
+from fedgauge.server.views.compare import Comparison
 from fedgauge.server.views.gallery import Gallery, Page
 from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.overview import Overview
@@ -165,7 +165,7 @@ async def _compare(request: Request) -> Response:
     catalog: RunCatalog = request.app.state.catalog
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
     _require(len(names) <= OPEN, f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
-    found = await run_in_threadpool(catalog.compare, names, lambda readings: in_json(compare(readings, metric)))
+    found = await run_in_threadpool(catalog.compare, names, lambda readings: in_json(Comparison(readings, metric)))
     return Json(found)
 
 

@@ -101,23 +101,20 @@ class LedgerFile:
         self.path, self.readonly = path, readonly
         if sqlite3.sqlite_version_info < (3, 37):
             raise LedgerError(f"{path} needs SQLite 3.37 or newer; this Python has {sqlite3.sqlite_version}")
-        try:
+        with self._damage(), ExitStack() as opening:
             if create and not (path.exists() and path.stat().st_size):
                 with closing(sqlite3.connect(path)) as db:
                     db.execute("PRAGMA journal_mode = WAL")
                     marks = f"PRAGMA user_version = {VERSION}; PRAGMA application_id = {APPLICATION}"
                     db.executescript(f"BEGIN; {SCHEMA}; {marks}; COMMIT")
-            with ExitStack() as opening:
-                self._db = opening.enter_context(closing(self._opened()))
-                self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
-                self._db.execute("PRAGMA trusted_schema = OFF")
-                with self.snapshot():
-                    self._check()
-                self._db.execute("PRAGMA query_only = ON" if readonly else "PRAGMA synchronous = NORMAL")
-                self._db.row_factory = sqlite3.Row
-                opening.pop_all()
-        except (sqlite3.DatabaseError, UnicodeDecodeError, run_files.RefusedFile) as error:
-            raise self._unreadable(error) from error
+            self._db = opening.enter_context(closing(self._opened()))
+            self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
+            self._db.execute("PRAGMA trusted_schema = OFF")
+            with self.snapshot():
+                self._check()
+            self._db.execute("PRAGMA query_only = ON" if readonly else "PRAGMA synchronous = NORMAL")
+            self._db.row_factory = sqlite3.Row
+            opening.pop_all()
 
     def _opened(self) -> sqlite3.Connection:
         # SQLite follows links, and a journal may name any file, which SQLite deletes
@@ -160,12 +157,9 @@ class LedgerFile:
         Raises:
             LedgerError: the file cannot be read.
         """
-        try:
-            with self._db:
-                self._db.execute("BEGIN")
-                yield
-        except sqlite3.DatabaseError as error:
-            raise self._unreadable(error) from error
+        with self._damage(), self._db:
+            self._db.execute("BEGIN")
+            yield
 
     def close(self) -> None:
         self._db.close()
@@ -178,10 +172,15 @@ class LedgerFile:
         # other subclasses are programming errors
         damage = UnicodeDecodeError, sqlite3.OperationalError, sqlite3.IntegrityError
         if error is not None and (isinstance(error, damage) or type(error) is sqlite3.DatabaseError):
-            raise self._unreadable(error) from error
+            with self._damage():
+                raise error
 
-    def _unreadable(self, error: BaseException) -> LedgerError:
-        return LedgerError(f"{self.path} cannot be used as a ledger: {error}")
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        try:
+            yield
+        except (UnicodeDecodeError, sqlite3.DatabaseError) as error:
+            raise LedgerError(f"{self.path} cannot be used as a ledger: {error}") from error
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

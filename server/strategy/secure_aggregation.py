@@ -52,11 +52,11 @@ class SecureSumStrategy(Wrapper):
     ) -> Iterable[Message]:
         """Let the wrapped strategy choose clients; the groups agree on masks before they train."""
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
-        parts = list(_parts(messages, self.protocol) if self.groups is None else self._agreed(messages))
-        self._grid = grid
+        sent = {message.metadata.dst_node_id: message for message in messages}
+        chosen = fewest_groups(list(sent), self.protocol) if self.groups is None else self.groups(list(sent))
+        parts = [[sent.pop(node) for node in nodes] for nodes in chosen if len(nodes) >= self.protocol.least]
+        self._grid, self._left_out = grid, list(sent.values())
         self._groups = [_Group(self.protocol, part) for part in parts]
-        summed = {message.metadata.dst_node_id for part in parts for message in part}
-        self._left_out = [message for message in messages if message.metadata.dst_node_id not in summed]
         for _ in ("keys", "shares"):
             self._collect(grid.send_and_receive(self._questions(), timeout=self.timeout))
         return [group.training(m) for group in self._groups for m in group.questions]
@@ -74,13 +74,6 @@ class SecureSumStrategy(Wrapper):
         merged += [Message(Error(NO_SUM, few), reply_to=message) for message in self._left_out]
         self._groups, self._left_out = [], []  # a sum is as large as the model
         return self.inner.aggregate_train(server_round, merged)
-
-    def _agreed(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-        assert self.groups is not None
-        of = {message.metadata.dst_node_id: message for message in messages}
-        for nodes in self.groups(list(of)):
-            if len(nodes) >= self.protocol.least:
-                yield [of[node] for node in nodes]
 
     def _questions(self) -> list[Message]:
         return [group.question(m) for group in self._groups for m in group.questions]
@@ -157,10 +150,10 @@ class _Group:
         return RecordDict({"arrays": arrays, "metrics": MetricRecord({WEIGHT: total.examples})})
 
 
-def _parts(messages: Sequence[Message], protocol: PairwiseMasking) -> Iterator[Sequence[Message]]:
+def fewest_groups(nodes: Sequence[int], protocol: PairwiseMasking) -> Iterator[Sequence[int]]:
     """The fewest groups that hold all clients, in order and of nearly equal size; clients beyond full groups are left out."""
-    count = min(math.ceil(len(messages) / protocol.group), len(messages) // protocol.least)
-    left = list(messages[: count * protocol.group])
+    count = min(math.ceil(len(nodes) / protocol.group), len(nodes) // protocol.least)
+    left = nodes[: count * protocol.group]
     while count:
         size = math.ceil(len(left) / count)
         yield left[:size]

@@ -1,7 +1,7 @@
 """Comparison of runs: leakage, accuracy, and differences between the scenarios."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -31,36 +31,21 @@ RUN = Column("run", "run")
 ACCURACY = Column("accuracy", "test accuracy", "number", 1, fraction=True)
 
 
-@dataclass(frozen=True, eq=False)
 class Comparison:
     """Leakage of several runs under every attack over all rounds, with their accuracy.
 
-    Args:
-        metrics: name and label of each metric of the runs.
-        points: a row for each run and attack.
-        differences: a row for each setting that differs.
+    `points` has a row for each run and attack, `differences` one for each setting that differs.
     """
 
-    metric: str
-    metrics: Sequence[tuple[str, str]]
-    runs: Sequence[str]
-    points: Table
-    differences: Table
-    utility: Figure | None
-
-
-def compare(readings: Sequence[RunSnapshot], metric: str | None = None) -> Comparison:
-    metric = metric or next((r.scores.measure.metric for r in readings), ImageModality.main.metric)
-    named = named_readings(readings)
-    metrics = [m for m in MEASURED if any(m in reading.metrics for reading in readings)]
-    return Comparison(
-        metric=metric,
-        metrics=[(m, MEASURED[m].label) for m in metrics],
-        runs=list(named),
-        points=points(named, metric),
-        differences=differences({name: r.tables for name, r in named.items()}),
-        utility=utility_figure(named, metric),
-    )
+    def __init__(self, readings: Sequence[RunSnapshot], metric: str | None = None) -> None:
+        named = named_readings(readings)
+        self.metric = metric or next((r.scores.measure.metric for r in readings), ImageModality.main.metric)
+        known = [name for name in MEASURED if any(name in reading.metrics for reading in readings)]
+        self.metrics = [(name, MEASURED[name].label) for name in known]
+        self.runs = list(named)
+        self.points = points(named, self.metric)
+        self.differences = differences({name: r.tables for name, r in named.items()})
+        self.utility = utility_figure(named, self.metric)
 
 
 def named_readings(readings: Sequence[RunSnapshot]) -> dict[str, RunSnapshot]:

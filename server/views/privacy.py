@@ -179,23 +179,22 @@ def _accounted(reading: RunSnapshot, releases: int) -> float | None:
 
 
 def canary_words(last: CanaryEstimate, delta: float, accounted: float | None) -> str:
-    words = (
+    return (
         f"{last.canaries} canaries sent a fixed random direction in place of an update, at most {many(last.releases, 'time')} "
         f"each. Their cosines show an epsilon of {last.epsilon:.3g} ({last.low:.3g} to {last.high:.3g}) for all of a client's "
-        f"data at delta {delta:g}. "
+        f"data at delta {delta:g}. {_beside(accounted, last.low)}"
     )
-    return words + _beside(accounted, last.low)
 
 
 def bound_words(last: CanaryBound, delta: float, accounted: float | None) -> str:
-    words = (
+    return (
         f"A fair coin put each of {last.canaries} canary examples into a client's data or not. After at most "
         f"{many(last.releases, 'update')} of each client, {last.bound.right} of the {last.bound.guesses} surest guesses are "
         f"right. The epsilon of one record is at least {last.bound.epsilon:.3g} at delta {delta:g} (confidence 95 %); so many "
         f"canaries can show at most {last.most:.3g}. It is at least {last.bound.gaussian:.3g} if the mechanism's trade-off curve "
         f"is Gaussian, and {last.bound.normal:.3g} if the evidence of canaries is normal. "
+        f"{_beside(accounted, last.bound.epsilon)}"
     )
-    return words + _beside(accounted, last.bound.epsilon)
 
 
 def _beside(accounted: float | None, shown: float) -> str:

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
-from fedgauge.attacks.modality.base import MainMetric
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.attacks.score_rows import wrong_client
 from fedgauge.client import toml_text
@@ -86,52 +85,24 @@ def label_kind(meta: Mapping[str, str]) -> type[LabelKind]:
     return SCORED.get(meta.get(LABEL_METRIC, ""), LabelKind)
 
 
-@dataclass(frozen=True)
 class RunLine:
-    """Summary of a run, without its scores and data."""
-
-    id: str
-    state: State
-    round: int
-    rounds: int
-    chain: str
-    data: str
-    model: str
-    attacks: tuple[str, ...]
-    accuracy: float | None
-    utility: str
-    best: float | None
-    measure: MainMetric
-    done: int
-    failed: int
-    total: int
-
-
-def run_line(run: Run) -> RunLine:
-    """Return the summary of a run.
+    """Summary of a run, without its scores and data.
 
     Raises:
         LedgerError: the run cannot be read.
     """
-    with run.ledger(readonly=True) as ledger:
-        tables, progress = tables_of(run), ledger.progress()
-        return RunLine(
-            id=run.name,
-            state=state_of(run, ledger),
-            round=ledger.last_round(),
-            rounds=int(ledger.meta().get("rounds") or tables["rounds"]),
-            chain=chain(tables),
-            data=component(tables["data"]),
-            model=component(tables["model"]),
-            attacks=tuple(row["name"] for row in ledger.attacks() if row["role"] == "attack"),
-            accuracy=final_accuracy({row["round"]: dict(row) for row in ledger.rounds()}),
-            utility=label_kind(ledger.meta()).utility,
-            best=ledger.best_so_far(),
-            measure=ledger.modality.main,
-            done=progress.done,
-            failed=progress.failed,
-            total=progress.total,
-        )
+
+    def __init__(self, run: Run) -> None:
+        with run.ledger(readonly=True) as ledger:
+            tables, meta, progress = tables_of(run), ledger.meta(), ledger.progress()
+            self.id, self.state = run.name, state_of(run, ledger)
+            self.round, self.rounds = ledger.last_round(), int(meta.get("rounds") or tables["rounds"])
+            self.chain, self.data, self.model = chain(tables), component(tables["data"]), component(tables["model"])
+            self.attacks = [row["name"] for row in ledger.attacks() if row["role"] == "attack"]
+            self.accuracy = final_accuracy({row["round"]: dict(row) for row in ledger.rounds()})
+            self.utility = label_kind(meta).utility
+            self.best, self.measure = ledger.best_so_far(), ledger.modality.main
+            self.done, self.failed, self.total = progress.done, progress.failed, progress.total
 
 
 @dataclass(frozen=True)

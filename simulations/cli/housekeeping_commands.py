@@ -11,7 +11,7 @@ from fedgauge.server.store.run import RunBusy
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.snapshot import read_once, run_line, tables_of
+from fedgauge.server.views.snapshot import RunLine, read_once, tables_of
 from fedgauge.server.views.tables import Table
 from fedgauge.simulations.cli.finding_runs import all_runs, find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, days, path, tell
@@ -35,7 +35,7 @@ def runs(options: argparse.Namespace) -> int:
     rows = []
     for run in all_runs(options.runs):
         try:
-            line = run_line(run)
+            line = RunLine(run)
         except (LedgerError, OSError) as error:
             rows.append([run.folder.name, "unreadable", *[""] * 5])
             tell(error)

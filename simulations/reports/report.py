@@ -12,7 +12,7 @@ from fedgauge.client.files import writing
 from fedgauge.server.dashboard import DRAWING, STATIC
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.compare import compare
+from fedgauge.server.views.compare import Comparison
 from fedgauge.server.views.formatting import many, number, percent
 from fedgauge.server.views.gallery import Gallery, Page, sample_of
 from fedgauge.server.views.leak_tables import clients
@@ -33,8 +33,8 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
     with ExitStack() as stack:
         distinct = {run.folder.absolute(): run for run in runs}
         readings = [stack.enter_context(read_once(run)) for run in distinct.values()]
-        first = compare(readings)  # by the main measure
-        comparisons = [first, *(compare(readings, name) for name, _ in first.metrics if name != first.metric)]
+        first = Comparison(readings)  # by the main measure
+        comparisons = [first, *(Comparison(readings, name) for name, _ in first.metrics if name != first.metric)]
     return _write(path, "comparison.html", {"data": in_json(comparisons), "names": comparisons[0].runs})
 
 

@@ -21,7 +21,7 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import write_tensors
-from fedgauge.server.views.snapshot import run_line, tables_of
+from fedgauge.server.views.snapshot import RunLine, tables_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.environment import environment
@@ -162,7 +162,7 @@ def test_scores_under_another_attacks_name_are_not_read(theirs: Run) -> None:
 
 def test_a_long_list_is_not_read_for_a_line_in_the_list_of_runs(theirs: Run) -> None:
     (theirs.folder / "environment.json").write_text("[" + "[]," * 500_000 + "[]]")
-    assert run_line(theirs).state
+    assert RunLine(theirs).state
     assert main(["report", str(theirs.folder)]) == 0
     assert "more than 1048576" in (theirs.folder / "report.html").read_text()
 
@@ -221,7 +221,7 @@ def test_a_scenario_of_a_billion_rounds_or_clients_is_refused(theirs: Run) -> No
         with pytest.raises(SpecError, match=f"{key} .*{most}.* 1000000000"):
             theirs.scenario()
         with pytest.raises(LedgerError):
-            run_line(theirs)
+            RunLine(theirs)
 
 
 def test_one_run_that_cannot_be_read_is_a_line_with_its_reason(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.compare import compare
+from fedgauge.server.views.compare import Comparison
 from fedgauge.server.views.gate import Threshold, gate_of_run
 from fedgauge.server.views.leak_tables import clients, rounds_table, summary_table
 from fedgauge.server.views.snapshot import read_once
@@ -41,10 +41,10 @@ def test_the_attack_that_restores_labels_is_the_strongest_at_them_everywhere(tmp
         (gate,) = gate_of_run(reading, [Threshold(OF_LABELS, 0.9)])
         assert (gate.outcome, gate.value) == ("passed", 0.5)
         assert "by restores" in str(gate) and "told" not in str(gate), "nor did it fail at them"
-        page = compare([reading], OF_LABELS)
+        page = Comparison([reading], OF_LABELS)
         assert [(p["attack"], p["mean"]) for p in page.points.records] == [("restores", 0.5)]
         assert "floor" not in page.points.records[0]
-        for table in (compare([reading]).points, summary_table(reading), rounds_table(reading)):
+        for table in (Comparison([reading]).points, summary_table(reading), rounds_table(reading)):
             rows = [row for row in table.records if row.get("kind", "attack") == "attack"]
             assert {row["attack"]: row["labels"] for row in rows} == {"told": None, "restores": 0.5}
         worst = clients(reading, OF_LABELS)
