@@ -135,27 +135,24 @@ class OwnerConfig(Checked):
     @classmethod
     def parse(cls, text: str, path: Path) -> "OwnerConfig":
         with errors_in(path, ValueError):
-            return cls._of(toml_text.parse(text.encode()), path)
-
-    @classmethod
-    def _of(cls, tables: Table, path: Path) -> "OwnerConfig":
-        if taken := tables.keys() & {"path", "split", "draw"}:
-            raise SpecError(f"unknown key {min(taken)!r}")
-        data, guard = coerce(tables.get("data", {}), dict, "[data]"), tables.get("guard")
-        split = {key: data[key] for key in _SPLIT if key in data}
-        draw = settings_of(Draw, {key: data[key] for key in _DRAW if key in data}, "[data]")
-        if draw.whole and split:
-            raise SpecError(f"[data]: {', '.join(split)} divides shared data: remove it, or whole = true")
-        checked = {
-            "path": path,
-            "state": path.absolute().parent / coerce(tables.get("state", "state"), str, "state"),
-            "data": {key: value for key, value in data.items() if key not in (*_DRAW, *_SPLIT)},
-            "split": split,
-            "draw": draw,
-            "grading": settings_of(GradingPolicy, tables.get("grading", {}), "[grading]"),
-            "guard": None if guard is None else settings_of(GuardPolicy, guard, "[guard]"),
-        }
-        return settings_of(cls, {**tables, **checked}, "the owner's file")
+            tables = toml_text.parse(text.encode())
+            if taken := tables.keys() & {"path", "split", "draw"}:
+                raise SpecError(f"unknown key {min(taken)!r}")
+            data, guard = coerce(tables.get("data", {}), dict, "[data]"), tables.get("guard")
+            split = {key: data[key] for key in _SPLIT if key in data}
+            draw = settings_of(Draw, {key: data[key] for key in _DRAW if key in data}, "[data]")
+            if draw.whole and split:
+                raise SpecError(f"[data]: {', '.join(split)} divides shared data: remove it, or whole = true")
+            checked = {
+                "path": path,
+                "state": path.absolute().parent / coerce(tables.get("state", "state"), str, "state"),
+                "data": {key: value for key, value in data.items() if key not in (*_DRAW, *_SPLIT)},
+                "split": split,
+                "draw": draw,
+                "grading": settings_of(GradingPolicy, tables.get("grading", {}), "[grading]"),
+                "guard": None if guard is None else settings_of(GuardPolicy, guard, "[guard]"),
+            }
+            return settings_of(cls, {**tables, **checked}, "the owner's file")
 
     @cached_property
     def dataset(self) -> Dataset:

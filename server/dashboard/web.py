@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -124,21 +123,15 @@ Asked = Mapping[str, str]  # the query's parameters as text, and those in the ad
 
 
 def _view(make: Callable[[RunSnapshot, Asked], Any]) -> Callable[[Request], Any]:
-    """Wrap a view of a run, with the run's state."""
 
-    async def answer(request: Request) -> Response:
-        asked = _query(request)
-        found = await run_in_threadpool(
-            request.app.state.catalog.use,
-            asked["id"],
-            lambda reading: {**in_json(make(reading, asked)), "state": reading.state},
-        )
-        return Json(found)
+    def answer(request: Request) -> Response:
+        asked, catalog = _query(request), request.app.state.catalog
+        return Json(catalog.use(asked["id"], lambda r: {**in_json(make(r, asked)), "state": r.state}))
 
     return answer
 
 
-_overview, _gallery_of = (viewed(make) for make in (lambda reading: in_json(Overview(reading)), Gallery))
+_overview, _gallery_of = viewed(lambda reading: in_json(Overview(reading))), viewed(Gallery)
 
 
 def _gallery(reading: RunSnapshot, asked: Asked) -> Page:
@@ -153,28 +146,25 @@ def _clients(reading: RunSnapshot, asked: Asked) -> Any:
     return clients(reading, _metric(asked, reading.scores.measure.metric))
 
 
-async def _runs(request: Request) -> Response:
+def _runs(request: Request) -> Response:
     catalog: RunCatalog = request.app.state.catalog
-    lines = await run_in_threadpool(catalog.lines)
-    return Json({"folder": catalog.root.name, "runs": in_json(lines)})
+    return Json({"folder": catalog.root.name, "runs": in_json(catalog.lines())})
 
 
-async def _compare(request: Request) -> Response:
+def _compare(request: Request) -> Response:
     asked = _query(request)
     metric = _metric(asked, "") or None
     catalog: RunCatalog = request.app.state.catalog
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
     _require(len(names) <= OPEN, f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
-    found = await run_in_threadpool(catalog.compare, names, lambda readings: in_json(Comparison(readings, metric)))
-    return Json(found)
+    return Json(catalog.compare(names, lambda readings: in_json(Comparison(readings, metric))))
 
 
-async def _version(request: Request) -> Response:
-    version = request.app.state.catalog.version
-    return Json({"version": await run_in_threadpool(version, request.query_params.get("run"))})
+def _version(request: Request) -> Response:
+    return Json({"version": request.app.state.catalog.version(request.query_params.get("run"))})
 
 
-async def _page(request: Request) -> Response:
+def _page(request: Request) -> Response:
     known = "id" not in request.path_params or request.app.state.catalog.has(request.path_params["id"])
     return FileResponse(STATIC / "page.html", 200 if known else 404)  # the page says so and links to the other runs
 

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeGuard
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -145,15 +146,10 @@ class ClientGrader:
 
     def _summarise(self) -> None:
         """Write who graded, for each attack and for the whole run."""
-        notes: dict[str, list[Any]] = defaultdict(list)
-        for row in self.ledger.graded():
-            if row["reason"] is not None and row["reason"] != NOTHING:
-                notes[row["attack"]].append(row)
-        self.ledger.describe("grading", {name: grading_summary(rows) for name, rows in notes.items()})
-        every = [row for rows in notes.values() for row in rows]
-        self.ledger.set_meta(
-            grading=grading_summary(every) if every else "not graded", ungraded=ungraded_reasons(every)
-        )
+        rows = [row for row in self.ledger.graded() if row["reason"] not in (None, NOTHING)]
+        of_attack = groupby(rows, key=lambda row: row["attack"])  # they are in the attacks' order
+        self.ledger.describe("grading", {name: grading_summary(list(own)) for name, own in of_attack})
+        self.ledger.set_meta(grading=grading_summary(rows) or "not graded", ungraded=ungraded_reasons(rows))
 
 
 def grading_summary(rows: Sequence[Any]) -> str:

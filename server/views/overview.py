@@ -101,7 +101,6 @@ def _parts(row: Any) -> list[str]:
 
 
 def _cards(reading: RunSnapshot) -> list[KnowledgeCard]:
-    """Return the threat-model card of each attack; baselines and limits last."""
     tables = {name: planned.table for name, planned in reading.ledger.planned().items()}
     rows = sorted(reading.attacks, key=lambda row: bool(row["role"] != "attack"))
     return [KnowledgeCard(r["name"], r["role"], describe(tables[r["name"]]), _parts(r), r["seed"]) for r in rows]

@@ -264,7 +264,6 @@ def _of_examples(reading: RunSnapshot) -> Verdict:
 
 
 def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
-    """Describe the strongest attack with its baseline and the limit."""
     by, limit = reading.scores.measure, Limits.of(reading.pooled("mse")).bound
     clusters = many(e.clusters, _unit(reading))
     apart = f"{clusters} {'is' if e.clusters == 1 else 'are'} too few for an interval"
