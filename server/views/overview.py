@@ -4,12 +4,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fedgauge.attacks.base import LIMITS, Role
+from fedgauge.attacks.base import Role
 from fedgauge.attacks.grading.knowledge_card import SEPARATOR
 from fedgauge.attacks.plan import describe
 from fedgauge.server.store import run_files
-from fedgauge.server.views.figures import membership_figure, name_of, rounds_figures, success_figure
-from fedgauge.server.views.formatting import decibel, scenario_line
+from fedgauge.server.views.figures import membership_figure, rounds_figures, success_figure
+from fedgauge.server.views.formatting import scenario_line
 from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.leak_tables import membership_table, rounds_table, summary_table
 from fedgauge.server.views.notices import notices
@@ -18,7 +18,7 @@ from fedgauge.server.views.participation import app_clients_table, participation
 from fedgauge.server.views.privacy import canaries, spent_in
 from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.snapshot import RunSnapshot
-from fedgauge.server.views.strength import Limits, final_accuracy
+from fedgauge.server.views.strength import final_accuracy
 from fedgauge.server.views.tables import Column, Table
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 
@@ -67,7 +67,6 @@ class Overview:
         self.ungraded, self.ungraded_reason = reading.scores.left_ungraded, ungraded_reason(reading)
         self.membership_table = membership_table(reading)
         self.canaries = canaries(reading)
-        self.limit = limit(reading)
         self.privacy = spent_in(reading)
         self.cards = _cards(reading)
         everybody = "All updates arrived." if reading.observations else ""
@@ -77,23 +76,6 @@ class Overview:
         self.scenario = run_files.read(reading.run.folder / "scenario.toml").decode(errors="replace")
         self.environment = environment(reading)
         self.attacked_on = attacked_on(reading.ledger)
-
-
-def limit(reading: RunSnapshot) -> str:
-    errors = reading.pooled("mse") if "mse" in reading.metrics else {}
-    known = {name for name, leak in errors.items() if leak.role in LIMITS and leak.n}
-    drawn = [row for row in reading.attacks if row["name"] in known]
-    if not drawn:
-        return "No limit on reconstruction is drawn: a limit needs noise of a known density in the chain."
-    found = Limits.of(errors)
-    values = {
-        "an estimate that an attack may pass": found.estimate,
-        "no attack gets above": found.bound,
-        "the attack of the least error": found.reached,
-    }
-    limits = [f"{name} {decibel(value)} dB" for name, value in values.items() if value is not None]
-    cards = [f"{name_of(row['name'], row['role'])}: {'; '.join(_parts(row))}." for row in drawn]
-    return " ".join([f"Limits of the mean squared error, as PSNRs of that mean: {'; '.join(limits)}.", *cards])
 
 
 def _parts(row: Any) -> list[str]:

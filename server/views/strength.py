@@ -29,26 +29,24 @@ def error_in_db(leak: Leak | None) -> float | None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits under noise and the best attack, as PSNRs of mean squared errors over all rounds.
+    """Limits under noise, as PSNRs of mean squared errors over all rounds.
 
     Args:
         estimate: of an attacker with the labels, for Gaussian images in each class; no bound for others.
         bound: on the average of any attacker, for any images.
-        reached: by the attack of the least error.
     """
 
     estimate: float | None
     bound: float | None
-    reached: float | None
 
     @classmethod
     def of(cls, errors: Mapping[str, Leak]) -> "Limits":
         """Make from the mean squared error of each attack and limit."""
-        estimates, bounds, reached = (
+        estimates, bounds = (
             [v for leak in errors.values() if leak.role == role and (v := error_in_db(leak)) is not None]
-            for role in ("estimate", "limit", "attack")
+            for role in ("estimate", "limit")
         )
-        return cls(min(estimates, default=None), min(bounds, default=None), max(reached, default=None))
+        return cls(min(estimates, default=None), min(bounds, default=None))
 
 
 def mean_of(leak: Leak | None) -> float | None:

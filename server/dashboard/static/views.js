@@ -90,9 +90,10 @@ function worstCases({ worst, kind, name, measure }) {
   return bestBack(worst, kind, measure.private, all);
 }
 
-const lines = ({ limit, measure: { name, unit, cap } }) => "Solid: means over examples with their 95 % band (clustered by client). "
+const lines = ({ measure: { name, unit, cap } }) => "Solid: means over examples with their 95 % band (clustered by client). "
   + "Dotted: the worst case for a client. "
-  + `Grey: guesses that do not read the update. ${cap === null ? "" : `${name} above ${cap} ${unit} is drawn at ${cap}. `}${limit}`;
+  + `Grey: guesses that do not read the update. ${cap === null ? "" : `${name} above ${cap} ${unit} is drawn at ${cap}. `}`
+  + "A limit is drawn under mse if the chain's noise has a known density.";
 
 function progressBar({ done, failed }, all) {
   return el("progress", { max: Math.max(1, all), value: done + failed, "aria-label": "jobs done" });
