@@ -36,7 +36,8 @@ def build_servers_model(table: Table, offered: Mapping[str, Any], seed: int, mos
     Raises:
         RequestRefused: with a fixed sentence; its cause is only for the owner.
     """
-    table, built = dict(table), None
+    table = dict(table)
+    built: nn.Module | None = None
     try:
         mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
         if not _names_paths(table):

@@ -15,18 +15,18 @@ def ray_access(folder: Path, hosts: Sequence[str] = ()) -> dict[str, str]:
     """The environment in which Ray listens only on the loopback address and requires fresh secrets.
 
     Args:
-        folder: a private folder of this user, which gets the token's file, and the key and certificates of TLS.
+        folder: a private folder of this user without them, which gets the token's file, and the key and certificates of TLS.
         hosts: names and addresses of a cluster's machines, in addition to the loopback's.
     """
-    from fedgauge.server.pki import write_authority  # takes a third of a second, which only a start of Ray needs
+    from fedgauge.server.pki import (
+        write_authority,
+        write_secret,
+    )  # a third of a second, which only a start of Ray needs
 
     token, tls = folder / "ray-token", folder / "ray-tls"
-    if not token.exists():
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
-    if not tls.exists():
-        tls.mkdir(mode=0o700)
-        write_authority(tls, hosts, mutual=True)
+    write_secret(token, secrets.token_hex(32).encode())
+    tls.mkdir(mode=0o700)
+    write_authority(tls, hosts, mutual=True)
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),

@@ -53,7 +53,7 @@ class SecureSumStrategy(Wrapper):
         """Let the wrapped strategy choose clients; the groups agree on masks before they train."""
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
         sent = {message.metadata.dst_node_id: message for message in messages}
-        chosen = fewest_groups(list(sent), self.protocol) if self.groups is None else self.groups(list(sent))
+        chosen = list(fewest_groups(list(sent), self.protocol)) if self.groups is None else self.groups(list(sent))
         parts = [[sent.pop(node) for node in nodes] for nodes in chosen if len(nodes) >= self.protocol.least]
         self._grid, self._left_out = grid, list(sent.values())
         self._groups = [_Group(self.protocol, part) for part in parts]
