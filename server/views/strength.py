@@ -27,26 +27,16 @@ def error_in_db(leak: Leak | None) -> float | None:
     return None if leak is None or leak.mean is None else in_db(leak.mean)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits under noise, as PSNRs of mean squared errors over all rounds.
+def limit_in_db(errors: Mapping[str, Leak], role: Role) -> float | None:
+    """Return the tightest limit under noise, as the PSNR of a mean squared error; None without one.
 
     Args:
-        estimate: of an attacker with the labels, for Gaussian images in each class; no bound for others.
-        bound: on the average of any attacker, for any images.
+        errors: mean squared error of each attack and limit.
+        role: limit: on the average of any attacker, for any images; estimate: of an attacker with the labels, for Gaussian images
+            in each class, and no bound for others.
     """
-
-    estimate: float | None
-    bound: float | None
-
-    @classmethod
-    def of(cls, errors: Mapping[str, Leak]) -> "Limits":
-        """Make from the mean squared error of each attack and limit."""
-        estimates, bounds = (
-            [v for leak in errors.values() if leak.role == role and (v := error_in_db(leak)) is not None]
-            for role in ("estimate", "limit")
-        )
-        return cls(min(estimates, default=None), min(bounds, default=None))
+    found = (error_in_db(leak) for leak in errors.values() if leak.role == role)
+    return min((value for value in found if value is not None), default=None)
 
 
 def mean_of(leak: Leak | None) -> float | None:

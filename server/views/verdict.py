@@ -18,7 +18,7 @@ from fedgauge.server.views.membership import MembershipResult, Word, members_sen
 from fedgauge.server.views.outcomes import failure
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.snapshot import RunSnapshot, State, viewed
-from fedgauge.server.views.strength import Limits, PairedDifference, best_of, paired, rivals_of, values_of
+from fedgauge.server.views.strength import PairedDifference, best_of, limit_in_db, paired, rivals_of, values_of
 from fedgauge.server.views.tables import Column
 
 Kind = Literal["examples", "members", "epsilon"]
@@ -264,7 +264,7 @@ def _of_examples(reading: RunSnapshot) -> Verdict:
 
 
 def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
-    by, limit = reading.scores.measure, Limits.of(reading.pooled("mse")).bound
+    by, limit = reading.scores.measure, limit_in_db(reading.pooled("mse"), "limit")
     clusters = many(e.clusters, _unit(reading))
     apart = f"{clusters} {'is' if e.clusters == 1 else 'are'} too few for an interval"
     if e.low is not None and e.high is not None and e.clusters > 2:

@@ -20,7 +20,7 @@ from fedgauge.server.views.formatting import is_exact, number, percent, rounded
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
-from fedgauge.server.views.strength import Limits, best_of, error_in_db, final_accuracy, mean_of
+from fedgauge.server.views.strength import best_of, error_in_db, final_accuracy, limit_in_db, mean_of
 from fedgauge.server.views.tables import Table
 from fedgauge.server.views.verdict import doubts
 from fedgauge.simulations.checks.check_result import sentence
@@ -101,7 +101,7 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: RunSnapshot) -> Sweep
     pooled, errors = reading.pooled(metric), reading.pooled("mse")
     detected = reading.pooled(metric + ONE_PERCENT).get(attack) if planned.tests_membership else None
     changed = reading.pooled(metric + AUGMENTED).get(attack) if metric + AUGMENTED in MEASURED else None
-    leak, limits, reached = pooled.get(attack), Limits.of(errors), error_in_db(errors.get(attack))
+    leak, limit, reached = pooled.get(attack), limit_in_db(errors, "estimate"), error_in_db(errors.get(attack))
     job_reasons = [*reading.ledger.reasons(), *reading.ledger.reasons("failed")]
     reasons = [f"{r['reason']} ({r['jobs']} x)" for r in job_reasons if r["attack"] == attack]
     if reading.meta.get("replay") == "mismatch":
@@ -122,7 +122,7 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: RunSnapshot) -> Sweep
         **{name: getattr(leak, name, None) for name in ("mean", "low", "high", "best")},
         augmented=mean_of(changed),
         baseline=mean_of(best_of(pooled.values(), "baseline")),
-        limit=limits.estimate,
+        limit=limit,
         epsilon=rounded(spent.record),
         n=leak.n if leak else 0,
         failed=sum(leak.failed.values()) if leak else 0,
@@ -131,8 +131,8 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: RunSnapshot) -> Sweep
         metric=metric,
         detected=mean_of(detected),
         of_error=reached,
-        bound=limits.bound,
-        gap=None if limits.estimate is None or reached is None else limits.estimate - reached,
+        bound=limit_in_db(errors, "limit"),
+        gap=None if limit is None or reached is None else limit - reached,
         exact=leak is not None and is_exact(leak.best),
     )
 
