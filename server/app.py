@@ -23,7 +23,7 @@ from fedgauge.client.update import Params
 from fedgauge.server.store import checkpoint
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import REPEATED, STARTED, Participation, repeated, sanitised
-from fedgauge.server.store.run import Run
+from fedgauge.server.store.run import NotResumable, Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, write_tensors
 from fedgauge.server.store.tape_source import TapeSource
@@ -212,7 +212,7 @@ def _keep(run: Run, ledger: Ledger, at: checkpoint.Checkpoint, seen: Sequence[Pa
     """Write a checkpoint; if that fails the training goes on, and the run records why it cannot be resumed there."""
     try:
         replace(at, seen=tuple(seen)).write(run.folder)
-    except checkpoint.StateNotSavable as error:
+    except NotResumable as error:
         checkpoint.mark_not_resumable(run.folder, str(error))
     except OSError as error:  # e.g. a full disk; the previous checkpoint is still complete
         ledger.add_problem("checkpoint", f"there is no checkpoint: {error.strerror or error}", at.round)

@@ -31,10 +31,6 @@ _PARAM, _BUFFER, _STATE = "param/", "buffer/", "state/"
 _SAVABLE = {np.dtype(str(t).removeprefix("torch.")) for t in DTYPES if t != torch.bfloat16}
 
 
-class StateNotSavable(Exception):
-    """A strategy has state that cannot be saved; the message names it."""
-
-
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """Federation between two rounds.
@@ -55,7 +51,7 @@ class Checkpoint:
         """Write to a run folder, and replace the previous checkpoint.
 
         Raises:
-            StateNotSavable: the strategy's state cannot be saved.
+            NotResumable: the strategy's state cannot be saved.
             OSError: writing failed; the previous checkpoint remains.
         """
         tensors = {_PARAM + k: t for k, t in self.params.items()} | {_BUFFER + k: t for k, t in self.buffers.items()}
@@ -161,7 +157,7 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) in (list, tuple):
         items = [_encoded(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]
         return {type(value).__name__: items}
-    raise StateNotSavable(f"the strategy keeps {where}, a {type(value).__name__}, which a checkpoint cannot hold")
+    raise NotResumable(f"the strategy keeps {where}, a {type(value).__name__}, which a checkpoint cannot hold")
 
 
 def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
