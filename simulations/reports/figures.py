@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from math import nan
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-import matplotlib
+import matplotlib.style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -50,15 +50,6 @@ STYLE: dict[Any, Any] = {
 }
 
 
-@contextmanager
-def own_style() -> Iterator[None]:
-    """Draw in the style of fedgauge, whatever the user's style."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
-        yield
-
-
 def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[str]]:
     """Write every figure of the runs and of their comparison.
 
@@ -66,7 +57,7 @@ def write_figures(runs: Sequence[Run], folder: Path) -> tuple[list[Path], list[s
         The paths, and the reasons for missing figures. Several runs have a folder each.
     """
     written, missing = list[Path](), list[str]()
-    with ExitStack() as stack, own_style():
+    with ExitStack() as stack, matplotlib.style.context(STYLE, after_reset=True):  # whatever the user's style
         distinct = {run.folder.absolute(): run for run in runs}
         named = named_readings([stack.enter_context(read_once(run)) for run in distinct.values()])
         for name, reading in named.items():
