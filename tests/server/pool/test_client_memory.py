@@ -191,7 +191,7 @@ class Shuffled(LocalExecutor):
         self.together: set[frozenset[tuple[str, int, tuple[int, ...]]]] = set()
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
-        in_flight = [t for _, t in self._waiting if '"feedback"' in t.planned]
+        in_flight = [t for _, t in self._waiting if t.planned.name == "feedback"]
         self.together.add(frozenset(("feedback", t.wave.round, t.wave.clients) for t in in_flight))
         self._waiting.reverse()
         done = super().next_done(timeout)

@@ -193,7 +193,7 @@ class Deadly(LocalExecutor):
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
         ticket, task = self._waiting[0]
-        if "inverting" not in task.planned or task.last:
+        if "inverting" not in task.planned.name or task.last:
             return super().next_done(timeout)
         self._waiting.popleft()
         return ticket, WorkerDied("ActorDiedError: killed")

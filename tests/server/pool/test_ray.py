@@ -86,7 +86,7 @@ class Murderous:
         self.slots = executor.slots
 
     def submit(self, ticket: int, task: Task) -> None:
-        doomed = self.client in task.wave.clients and "inverting" in task.planned and self.left > 0
+        doomed = self.client in task.wave.clients and "inverting" in task.planned.name and self.left > 0
         if doomed:
             self.left -= 1
             self.kills.append(self.executor.pids()[0])

@@ -304,7 +304,7 @@ class Deadly(LocalExecutor):
 
     def next_done(self, timeout: float) -> tuple[int, Result] | None:
         ticket, task = self._waiting[0]
-        if "inverting" not in task.planned or self.client not in task.wave.clients or not self.left:
+        if "inverting" not in task.planned.name or self.client not in task.wave.clients or not self.left:
             return super().next_done(timeout)
         self._waiting.popleft()
         self.left -= 1
@@ -340,9 +340,8 @@ class Counting(LocalExecutor):
         self.submitted: list[tuple[str, tuple[int, ...]]] = []
 
     def submit(self, ticket: int, task: Task) -> None:
-        import json
 
-        self.submitted.append((json.loads(task.planned)["name"], task.wave.clients))
+        self.submitted.append((task.planned.name, task.wave.clients))
         super().submit(ticket, task)
 
 

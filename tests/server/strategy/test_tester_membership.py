@@ -155,7 +155,7 @@ def test_no_example_handed_in_stays_public_or_a_stranger(pair: tuple[Run, Run]) 
     shards, data = fed.shards, fed.shards.dataset
     public, own = shards.auxiliary_batch(), shards.batch_at(0, 1)
     test = type(own)(data.x_test[:3].float() / 255, data.y_test[:3])
-    found = {(1, 0): own, (2, 0): own, (1, 1): type(own)(public.x[:5], public.y[:5]), (2, 1): test, (1, 2): None}
+    found = {(1, 0): own, (2, 0): own, (1, 1): type(own)(public.x[:5], public.y[:5]), (2, 1): test}
     made = with_examples(fed, found).shards
     assert made.rows_at(0, 1).tolist() == made.rows_at(0, 2).tolist() == made.indices[0].tolist()
     assert len(made.indices[1]) == 8 and len(made.indices[2]) == 0
