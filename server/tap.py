@@ -133,6 +133,7 @@ def _started(
     options: dict[str, Any],
     open: Callable[[], AppRecorder | None],
 ) -> Any:
+    """Call `start` as the app did, with its grid tapped."""
     grid = next((arg for arg in (*args, *options.values()) if hasattr(arg, "send_and_receive")), None)
     if grid is None:
         say(WARNING, "fedgauge records nothing: start() was given no grid; use tap(grid, ...)")
@@ -192,6 +193,7 @@ def tapped(grid: Grid, recorder: AppRecorder) -> Grid:
 
 
 def _forward(tapped: Tap, name: str, call: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    """Call a method of the grid, and record the messages and replies that pass."""
     exchange = Exchange(tapped._fedgauge_recorder, tapped)
     if name != "pull_messages":  # which takes no messages
         if args:

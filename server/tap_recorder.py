@@ -532,6 +532,7 @@ def _numbers(metrics: MetricRecord) -> dict[str, float]:
 
 
 def _mean(weighted: Sequence[tuple[float, float | None]]) -> float | None:
+    """Return the weighted mean of the known values, as Flower's strategies compute it."""
     known = [(weight, value) for weight, value in weighted if value is not None]
     return sum(weight * value for weight, value in known) / sum(weight for weight, _ in known) if known else None
 

@@ -46,6 +46,7 @@ class UpdateRecorder:
         return taped - started + time.perf_counter() - entered
 
     def _tape(self, intake: RoundReplies) -> list[Participation]:
+        """Write updates to the tape; return what to enter in the ledger."""
         kept, of_round, seen = self._kept(intake), "", list(intake.refused)
         for a in intake.accepted:
             digest, why = None, ""

@@ -377,6 +377,7 @@ def _cipher(member: ClientSession, other: int, sends: bool) -> Any:
 
 
 def _tag(member: ClientSession, other: int, sends: bool) -> bytes:
+    """Authenticate the sender's list of survivors and dropouts to the other client."""
     listed = hashlib.sha256(repr((member.survivors, member.dropped)).encode()).digest()
     return _one_way(member, other, sends, b"confirm" + listed)
 

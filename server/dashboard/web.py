@@ -123,6 +123,7 @@ Asked = Mapping[str, str]  # the query's parameters as text, and those in the ad
 
 
 def _view(make: Callable[[RunSnapshot, Asked], Any]) -> Callable[[Request], Any]:
+    """Wrap a view of a run, with the run's state."""
 
     def answer(request: Request) -> Response:
         asked, catalog = _query(request), request.app.state.catalog

@@ -92,6 +92,7 @@ def regrade(run: Run, ledger: Ledger, scenario: Scenario) -> None:
 
 
 def _doubts(source: TapeSource, found: Found) -> str:
+    """Return evidence against this truth from the updates that it should give; empty if there is none."""
     if source.ledger.training_fits is False:
         return ""
     taped = [one for one in source.taped() if one[:2] in found]

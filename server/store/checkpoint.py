@@ -161,6 +161,7 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Decode a value of `_encoded`, and remove its arrays from `tensors`."""
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()

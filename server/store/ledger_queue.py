@@ -132,6 +132,7 @@ class JobQueue(LedgerReads):
 
     @staticmethod
     def _remember(db: sqlite3.Connection, jobs: Sequence[sqlite3.Row], wave: sqlite3.Row) -> dict[int, tuple[int, str]]:
+        """Return the latest memory of each client."""
         memories = {}
         for job in jobs:
             last = db.execute(

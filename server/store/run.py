@@ -220,6 +220,7 @@ class Run:
 
 
 def _fit(tensors: Mapping[str, Tensor]) -> bool:
+    """Check the names, shapes and types of a reconstruction's tensors."""
     x, y, sure, example = (tensors.get(name) for name in ("x", "y", "confidence", "example"))
     if y is not None and (not y.dim() or (y.dim() == 1 and not y.is_floating_point() and not _within(y, 0))):
         return False

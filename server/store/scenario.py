@@ -248,6 +248,7 @@ class Scenario:
 
 
 def _server_attacks(tables: Table) -> tuple[TargetedServerAttack, ...]:
+    """Build the attacks of a malicious server, which `server` must announce."""
     server = coerce(tables.get("server", "honest"), Literal["honest", "malicious"], "server")
     planned = coerce(tables.get("server_attack", []), list, "[[server_attack]]")
     if bool(planned) != (server == "malicious"):
@@ -291,6 +292,7 @@ def plan_of(tables: Sequence[Table], options: Table, federation: Federation) -> 
 
 
 def _absolute_paths(tables: Table, base: Path) -> Table:
+    """Make paths absolute, as other processes run in other folders."""
     kinds = {"data": DATASET, "model": MODEL, "loss": LOSS}
     named = {key: kind for key, kind in kinds.items() if isinstance(tables.get(key), dict)}
     located = {**tables, **{key: with_absolute_paths(tables[key], kind, base) for key, kind in named.items()}}

@@ -166,6 +166,7 @@ def as_the_model_has_it(seen: Observation, federation: Federation, replies: Repl
 
 
 def _difference(weights: Tensor, sent: Tensor) -> Tensor:
+    """Subtract the sent weights in at least single precision."""
     wide = torch.promote_types(torch.promote_types(weights.dtype, sent.dtype), torch.float32)
     return weights.to(wide) - sent.to(wide)
 

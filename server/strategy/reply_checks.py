@@ -228,6 +228,7 @@ class CheckedStrategy(Wrapper):
         return sorted(passed, key=lambda pair: pair[0].client), rejected
 
     def _check(self, client: int, message: Message) -> AcceptedReply:
+        """The reply's update; ValueError says what is wrong."""
         records = dict(message.content.array_records)
         buffers = records.pop("buffers", None)
         if len(records) != 1:
@@ -249,6 +250,7 @@ class CheckedStrategy(Wrapper):
         return RecordDict({"arrays": ArrayRecord(weights), "metrics": MetricRecord({WEIGHT: reply.examples})})
 
     def _within_norm(self, passed: Passed) -> tuple[Passed, dict[int, Participation]]:
+        """Return the replies with norms within bounds, and the others by client."""
         norms = [norm(reply.update) for reply, _ in passed]
         # of an even number the lower middle, so that one of two cannot set it by being large
         usual = max(norm(self._params), median_low(norms) if norms else 0.0, 1.0)
@@ -264,6 +266,7 @@ class CheckedStrategy(Wrapper):
         return within, outsized
 
     def _altered(self, messages: Iterable[Message], arrays: ArrayRecord) -> dict[int, Params]:
+        """By client, the weights of messages that carry other weights than the federation's."""
         altered = {}
         for message in messages:
             record = message.content.array_records["arrays"]
@@ -301,6 +304,7 @@ class CheckedStrategy(Wrapper):
         return merged, group[0][1]
 
     def _absent(self, grid: Grid) -> set[int]:
+        """The protocol's clients that are not connected."""
         if self.protocol is None:
             return set()
         connected = self._asked.union(grid.get_node_ids()) & self.clients.keys()

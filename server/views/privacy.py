@@ -198,6 +198,7 @@ def bound_words(last: CanaryBound, delta: float, accounted: float | None) -> str
 
 
 def _beside(accounted: float | None, shown: float) -> str:
+    """Compare the accounted epsilon with what canaries show at least."""
     if accounted is None:
         return "No epsilon is accounted for this chain."
     less = ", which is less: the noise protects less than the accounting says" if accounted < shown < math.inf else ""

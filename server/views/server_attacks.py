@@ -37,6 +37,7 @@ def _altered_clients(scenario: Scenario, round: int, client: int) -> list[int]:
 
 
 def _recovered(reading: RunSnapshot, altered: set[Key]) -> str:
+    """Count the examples recovered completely, with altered and with other weights."""
     by, rows = reading.scores.measure, reading.scores.of_metric(reading.scores.measure.metric)
     rows = rows.where(rows.by_attacks & ~np.isnan(rows.value)).leakiest(by.metric)
     found: dict[bool, list[float]] = {True: [], False: []}
@@ -51,6 +52,7 @@ def _recovered(reading: RunSnapshot, altered: set[Key]) -> str:
 
 
 def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
+    """Count the alarms at altered and at honest messages; a secure sum has the alarms of its members."""
     alarms = {(o["round"], o["client"]) for o in seen if o["alarm"]}
     honest = {(o["round"], o["client"]) for o in seen} - altered
     if scenario.protocol.guard.inspect == "off" and all(o["alarm"] is None for o in seen):

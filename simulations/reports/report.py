@@ -68,6 +68,7 @@ def _shown(value: object) -> object:
 
 
 def _content(reading: RunSnapshot) -> Mapping[str, object]:
+    """Return the values of the template: the live page's, and a sample of examples."""
     gallery = Gallery(reading)
     page, cards = Overview(reading), [gallery.card(*place) for place in sample_of(gallery)]
     return {
