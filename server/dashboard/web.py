@@ -132,7 +132,12 @@ def _view(make: Callable[[RunSnapshot, Asked], Any]) -> Callable[[Request], Any]
     return answer
 
 
-_overview, _gallery_of = viewed(lambda reading: in_json(Overview(reading))), viewed(Gallery)
+@viewed
+def _overview(reading: RunSnapshot) -> Any:
+    return in_json(Overview(reading))
+
+
+_gallery_of = viewed(Gallery)
 
 
 def _gallery(reading: RunSnapshot, asked: Asked) -> Page:
