@@ -49,16 +49,11 @@ def tolerance(group: int, threshold: int) -> Tolerance:
     return Tolerance(group, threshold, threshold - 2, min(2 * threshold - group - 1, threshold - 2), group - threshold)
 
 
-def promised_colluders(group: int) -> int:
-    """Return the default number of colluding clients that a secure sum must resist: all below a third of its group."""
-    return (group - 1) // 3
-
-
 def check_threshold(group: int, least: int, colluders: int | None = None) -> None:
     """Refuse a threshold that does not resist so many colluding clients and a lying server.
 
     Args:
-        colluders: default: those that are promised.
+        colluders: default: all below a third of the group.
 
     Raises:
         ValueError: a number is out of its range, or the threshold resists too few colluders.
@@ -66,7 +61,7 @@ def check_threshold(group: int, least: int, colluders: int | None = None) -> Non
     if not group < 2 * least <= 2 * group:
         raise ValueError(f"threshold must be above half of group = {group} and at most all of it, got {least}")
     resisted = tolerance(group, least).lying
-    wanted = promised_colluders(group) if colluders is None else colluders
+    wanted = (group - 1) // 3 if colluders is None else colluders
     if not 0 <= wanted <= group - 2:
         raise ValueError(f"colluders must be in 0..{group - 2} (all but two of group = {group}), got {wanted}")
     if resisted < wanted:

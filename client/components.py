@@ -80,8 +80,9 @@ class ComponentKind:
         return sorted({entry.name for entry in self.entries()})
 
 
-def allow(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = True) -> None:
-    """Let components be named from these packages, and no others, in this process and those that it starts.
+@contextmanager
+def allowing(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = True) -> Iterator[None]:
+    """Let components be named from these packages, and no others, in this context and in processes that it starts.
 
     Args:
         names: as Python imports them: "mynets", "mynets.small".
@@ -98,17 +99,11 @@ def allow(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = T
         raise SpecError(
             f"--allow takes one package outside fedgauge, as Python imports it (repeat it for more), got {wrong[0]!r}"
         )
+    before, path = {key: os.environ.get(key) for key in (ALLOW, ALLOW_PATH, PLUG_INS)}, list(sys.path)
     os.environ[ALLOW] = ",".join(names)
     os.environ[ALLOW_PATH] = os.pathsep.join(dict.fromkeys(str(folder.resolve()) for folder in folders))
     os.environ[PLUG_INS] = "all" if plug_ins else "allowed"
-
-
-@contextmanager
-def allowing(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool = True) -> Iterator[None]:
-    """`allow` inside this context only: a client's owner allows these packages, whatever was allowed before."""
-    before, path = {key: os.environ.get(key) for key in (ALLOW, ALLOW_PATH, PLUG_INS)}, list(sys.path)
     try:
-        allow(names, folders, plug_ins)
         yield
     finally:
         sys.path[:] = path

@@ -115,9 +115,8 @@ class Federation:
         table = dict(self.protocol.model)
         mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
         weights = coerce(table.pop("weights", None), str | None, "[model]: weights")
-        model = build_model(
-            table, "[model]", self.shards.dataset.offered, self.protocol.seed, more_keys=("mode", "weights")
-        )
+        offered, seed = self.shards.dataset.offered, self.protocol.seed
+        model = build_model(table, offered, seed, more_keys=("mode", "weights"))
         if weights is not None:
             call(load_weights, {"model": model, "path": Path(weights)}, "[model]: weights")
         return model.train(mode == "train")
@@ -355,19 +354,18 @@ class Federation:
         vars(other).update(shards=shards or self.shards, model=self.model if model is None else model)
         return other
 
-    def evaluate(self, params: Params, most: int | None = None, chunk: int = 500) -> tuple[float, float]:
+    def evaluate(self, params: Params, most: int | None = None) -> tuple[float, float]:
         """Compute accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
 
         Args:
             params: the weights.
             most: evaluate only this many test examples; default: all.
-            chunk: examples computed at once, at most.
 
         Returns:
             The accuracy, 0 to 1, and the loss. For number labels the accuracy is R2, at least 0; without labels it is NaN.
         """
         dataset = self.shards.dataset
-        chunk = max(1, min(chunk, LOGITS // (dataset.y_test[0].numel() * dataset.classes)))
+        chunk = max(1, min(500, LOGITS // (dataset.y_test[0].numel() * dataset.classes)))
         every = torch.arange(len(dataset.y_test))[:most]
         right, loss = 0.0, 0.0
         with evaluated(self.model), torch.no_grad():

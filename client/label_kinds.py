@@ -5,7 +5,7 @@ a class for each pixel (N, H, W) int64, or 0 and 1 as floats (N, K, H, W); for a
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -308,14 +308,14 @@ def label_kind(public: Tensor, outputs: Tensor, reads_labels: bool) -> type[Labe
     return Findings if public.dim() == 2 else Mask
 
 
-def check_labels(y: Tensor, classes: int) -> None:
-    """Check the labels of findings or numbers; ValueError names the fault."""
+def label_faults(y: Tensor, classes: int) -> Iterator[str]:
+    """Yield what is wrong with the labels of findings or numbers."""
     if (y.shape[1] if y.dim() > 1 else 1) != classes:
-        raise ValueError(f"labels of shape {tuple(y.shape)} should be (N, {classes}), as classes = {classes} says")
+        yield f"labels of shape {tuple(y.shape)} should be (N, {classes}), as classes = {classes} says"
     if not bool(y.isfinite().all()):
-        raise ValueError("some labels are NaN or infinite: leave such examples out")
+        yield "some labels are NaN or infinite: leave such examples out"
     if bool((y == y[:1]).all()):
-        raise ValueError("all labels have one value: there is nothing to learn")
+        yield "all labels have one value: there is nothing to learn"
 
 
 def ordered(y: Tensor) -> Tensor:

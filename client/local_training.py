@@ -343,9 +343,8 @@ class Correction:
         """By its values, as caches name what they keep by the chain."""
         found = hashlib.sha256()
         for name in sorted(self.of):
-            found.update(
-                name.encode() + self.of[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            )
+            values = self.of[name].detach().cpu().contiguous().flatten().view(torch.uint8)
+            found.update(name.encode() + values.numpy().tobytes())
         return f"Correction({found.hexdigest()[:16]})"
 
 
@@ -391,9 +390,8 @@ class ControlledSGD(local_sgd):
         def wrap(compute: UpdateFn) -> UpdateFn:
             def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
                 correction = _correction_in(memory, prefix, params)
-                return replace(self, correction=Correction(correction) if correction else None)(compute)(
-                    params, batch, rng
-                )
+                own = replace(self, correction=Correction(correction) if correction else None)
+                return own(compute)(params, batch, rng)
 
             return train
 

@@ -52,10 +52,8 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
         update = {k: t - start[k] for k, t in trained.items()}
         for defense, draws in defenses:
             update = defense.apply(update, draws)
-        defended = {
-            k: (start[k] + update[k]).to(t.dtype).contiguous() if k in update else t for k, t in weights.items()
-        }
-        reply.content[key] = ArrayRecord(defended)
+        defended = {k: (start[k] + update[k]).to(weights[k].dtype).contiguous() for k in update}
+        reply.content[key] = ArrayRecord({**weights, **defended})
         return reply
 
     return mod

@@ -53,10 +53,6 @@ class SecureSumOptions(Checked):
         """Smallest number of clients in a sum: `threshold`, or else the whole group."""
         return self.group if self.threshold is None else self.threshold
 
-    def to_table(self) -> Table:
-        table = asdict(self)
-        return {key: value for key, value in table.items() if value is not None or key == "threshold"}
-
     @property
     def real(self) -> Table:
         """The terms of the real secure sum, as an owner's file has them; SpecError without a clip."""
@@ -177,7 +173,7 @@ class Protocol:
         """
         table = vars(self) | {
             "model": {key: value for key, value in self.model.items() if key != "weights"},
-            "secure_sum": self.secure_sum and self.secure_sum.to_table(),
+            "secure_sum": self.secure_sum and asdict(self.secure_sum),
             "loss": None if self.loss == CROSS_ENTROPY else self.loss,
             "guard": None if self.guard == InspectionPolicy() else asdict(self.guard),
             "canaries": self.canaries and asdict(self.canaries),

@@ -83,8 +83,8 @@ def relative_error(guess: Update, seen: Update) -> float:
     return float(off / norm({name: t.double() for name, t in seen.items()}))
 
 
-def canary(like: Update, rng: Generator, size: float = 1.0) -> Update:
-    """A random update shaped like another, uniform over directions; size: its norm."""
+def canary(like: Update, rng: Generator) -> Update:
+    """A random update of norm 1 shaped like another, uniform over directions."""
     drawn = {k: torch.randn(t.shape, generator=rng, dtype=t.dtype) for k, t in like.items()}
-    scale = size / norm(drawn)
+    scale = 1 / norm(drawn)
     return {k: t * scale for k, t in drawn.items()}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedgauge.client.label_kinds import check_labels
+from fedgauge.client.label_kinds import label_faults
 from fedgauge.client.models.losses import IGNORED
 from fedgauge.client.update import Batch
 
@@ -87,14 +87,14 @@ class Dataset:
             for what, t in given:
                 if not isinstance(t, Tensor):
                     found = type(t).__name__
-                    raise ValueError(f"{what} is a {found}, expected one tensor: put several inputs side by side in it")
+                    yield f"{what} is a {found}, expected one tensor: put several inputs side by side in it"
             dimensions = self.dimensions or self.x.dim()
             if x.dtype != self.dtype or x.dim() != dimensions or not len(x) or x.shape[1:] != self.shape:
                 yield f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {self.dtype}, (N, *{self.shape})"
             if x.is_floating_point() and (bad := (~x.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()):
                 yield f"{len(bad)} examples of {name} hold NaN or infinity, the first is {bad[0]}: leave them out"
             if y.is_floating_point() and len(y) == len(x):
-                check_labels(y, self.classes)
+                yield from label_faults(y, self.classes)
                 continue
             words = self.dtype == torch.int64 and y.shape == x.shape
             mask = self.dtype != torch.int64 and 1 < y.dim() == x.dim() - 1 and len(y) == len(x)

@@ -90,16 +90,15 @@ def table(
         whole = _whole(features)
         features, labels = {name: column[whole] for name, column in features.items()}, labels[whole]
     tested = held_out(len(labels), test, path)
+    agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)
+    fitted: tuple[str, ...] = () if columns is not None else ("columns",)
     if target == "number" or (target == "auto" and classes is None and _are_numbers(labels)):
         with reading(f"{path}: column {label!r}", "a column of numbers"):
             y = torch.from_numpy(labels.astype(np.float64)).float()
-        agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)
-        rows = _parted(path, features, agreed, y, tested, ())
-        return replace(rows, classes=1, fitted=("columns",) if columns is None else ())
+        return replace(_parted(path, features, agreed, y, tested, ()), classes=1, fitted=fitted)
     names = _categories(labels, label, path) if classes is None else tuple(classes)
     y = torch.tensor(numbers(labels.tolist(), names, f"{path}: column {label!r}"), dtype=torch.int64)
-    agreed = _declared(columns) if columns is not None else _fitted(features, ~tested.numpy(), path, one_hot)
-    fitted = tuple(key for key, given in (("columns", columns), ("classes", classes)) if given is None)
+    fitted += () if classes is not None else ("classes",)
     return replace(_parted(path, features, agreed, y, tested, names), fitted=fitted)
 
 

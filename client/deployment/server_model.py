@@ -42,7 +42,7 @@ def build_servers_model(table: Table, offered: Mapping[str, Any], seed: int, mos
         mode = coerce(table.pop("mode", "eval"), Literal["train", "eval"], "[model]: mode")
         if not _names_paths(table):
             with offline():
-                built = build_model(table, "[model]", offered, seed, more_keys=("mode",)).train(mode == "train")
+                built = build_model(table, offered, seed, more_keys=("mode",)).train(mode == "train")
     except Exception as error:  # of any kind: which one it is may depend on this machine's files
         raise RequestRefused(NOT_BUILT) from error
     if built is None or sum(t.numel() for t in (*built.parameters(), *built.buffers())) > most:
@@ -52,7 +52,7 @@ def build_servers_model(table: Table, offered: Mapping[str, Any], seed: int, mos
 
 def _names_paths(table: Table) -> bool:
     """Check for arguments that are, or may be read as, paths."""
-    parts = [(table, MODEL), *((change, kind) for _, change, kind in changes_of(table, "[model]"))]
+    parts = [(table, MODEL), *((change, kind) for _, change, kind in changes_of(table))]
     # in fedgauge's own, only a name on the hub may have a slash
     names = _HUB_NAME if all(is_own(part, kind) for part, kind in parts) else _NAME
     texts = [(key, value) for key, value in _leaves(table) if isinstance(value, str)]

@@ -118,10 +118,8 @@ class PartFinder:
             head=self._head(),
             layers=tuple(self._layer(name) for name in blocks),
         )
-        inside = [
-            (f"net.{name}", p) for name, p in net.named_parameters() if name.startswith(tuple(b + "." for b in blocks))
-        ]
-        self.biases = frozenset(name for name, _ in inside if name.rpartition(".")[2] == "bias")
+        inside = [name for name, _ in net.named_parameters() if name.startswith(tuple(f"{b}." for b in blocks))]
+        self.biases = frozenset(f"net.{name}" for name in inside if name.rpartition(".")[2] == "bias")
 
     def _weight(self, module: str) -> str:
         return self.name[id(self.modules[module].weight)]

@@ -336,12 +336,14 @@ def fitted_loss(
         return loss if plain else form_of, kind(public, (outputs.detach(), y, x))
     if label_kind(public, outputs, True) is Mask and outputs.shape[2:] != y.shape[y.dim() - outputs.dim() + 2 :]:
         sizes = (" x ".join(map(str, size)) for size in (outputs.shape[2:], y.shape[y.dim() - outputs.dim() + 2 :]))
-        raise SpecError("[model]: the network returns masks of {}, and the labels in [data] have {}".format(*sizes))
-    raise SpecError(
-        f"{where}: {table['use']!r} must take the network's outputs {tuple(outputs.shape)} and labels {tuple(y.shape)} of "
-        f"{str(y.dtype).removeprefix('torch.')}, and return their finite, differentiable mean: {_said(problem)}"
-        f"{_takes_instead(loss, outputs.detach(), y)}"
-    ) from problem
+        where, why = "[model]", "the network returns masks of {}, and the labels in [data] have {}".format(*sizes)
+    else:
+        why = (
+            f"{table['use']!r} must take the network's outputs {tuple(outputs.shape)} and labels {tuple(y.shape)} of "
+            f"{str(y.dtype).removeprefix('torch.')}, and return their finite, differentiable mean: {_said(problem)}"
+            f"{_takes_instead(loss, outputs.detach(), y)}"
+        )
+    raise SpecError(f"{where}: {why}") from problem
 
 
 def _check_value(loss: Loss, outputs: Tensor, y: Tensor, x: Tensor | None = None) -> None:

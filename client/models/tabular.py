@@ -61,9 +61,8 @@ class _Categories(nn.Module):
 
 def _number_places(columns: Columns) -> list[int]:
     """The entries of numbers, and those that say that one is missing."""
-    return [
-        i for c, part in zip(columns, columns.slices, strict=True) if c.numeric for i in range(part.start, part.stop)
-    ]
+    parts = [part for c, part in zip(columns, columns.slices, strict=True) if c.numeric]
+    return [i for part in parts for i in range(part.start, part.stop)]
 
 
 class _EmbeddingMLP(nn.Module):

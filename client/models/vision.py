@@ -310,19 +310,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """
     stored, own = read_weights(path), model.state_dict()
     needed = detached_params(model).keys() | floating_buffers(model).keys()  # tied ones under one name
-    if unknown := sorted(stored.keys() - own.keys()):
-        raise ValueError(f"{path} does not fit the model, which has no {unknown[0]!r}: choose the model of this file")
     copy_weights(own, stored, needed, path)
 
 
 def copy_weights(own: dict[str, Tensor], stored: dict[str, Tensor], needed: Iterable[str], path: Path) -> None:
     """Copy a file's tensors; ValueError, before any is copied, unless all needed ones are there, fit, and are finite."""
     for name in (*needed, *stored):
-        expected, came = ((tuple(t[name].shape), t[name].dtype) if name in t else None for t in (own, stored))
+        expected, came = (f"{tuple(t[name].shape)} of {t[name].dtype}" if name in t else "none" for t in (own, stored))
         if expected != came or not torch.isfinite(stored[name]).all():
-            raise ValueError(
-                f"{path} does not fit the model: expected finite {name!r} of shape {expected}, got {came or 'none'}"
-            )
+            raise ValueError(f"{path} does not fit the model: expected finite {name!r} {expected}, got {came}")
     with torch.no_grad():
         for name, t in stored.items():
             own[name].copy_(t)

@@ -37,8 +37,7 @@ Stage = Callable[[Scenario], Iterator[CheckResult]]
 def check(scenario: Scenario) -> list[CheckResult]:
     """Check a scenario that could be built; stop after a stage without which nothing can be trained."""
     trained = (_check_data, _check_model, _check_strategy, check_links, _check_step)
-    stages = (*trained, _check_closed_forms, check_attacks, _check_devices)
-    return list(_carry_out(scenario, stages))
+    return list(_carry_out(scenario, (*trained, _check_closed_forms, check_attacks, _check_devices)))
 
 
 def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[str]:
@@ -130,15 +129,13 @@ def read_exactly(scenario: Scenario) -> str:
     if isinstance(scenario.federation.model, LanguageModel) or scenario.federation.chain.local.steps > 1:
         return ""
     planned = [f"({planned.table.get('use')}, no search)" for planned in scenario.plan.attacks]
-    results = attempt_all("closed form", _check_closed_forms(scenario))
-    return next(
-        (
-            r.found.why
-            for r in results
-            if isinstance(r.found, Problem) and r.code == EXACT and not any(use in r.found.why for use in planned)
-        ),
-        "",
-    )
+
+    def read() -> str:
+        leaks = (finding.words for finding in closed_forms(scenario) if finding.severity == "leaks")
+        return next((words for words in leaks if not any(use in words for use in planned)), "")
+
+    result = attempt("closed form", read)
+    return result.message if result.works else ""
 
 
 def _check_data(scenario: Scenario) -> Iterator[CheckResult]:

@@ -66,13 +66,8 @@ def app(options: argparse.Namespace) -> int:
     )
     again = run_command("audit --retry all", run.folder, {}, found.packages)
     console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {folder}: {again}")
-    if thresholds:
-        from fedgauge.server.views.gate import gate_of_run
-        from fedgauge.server.views.snapshot import read_once
-
-        with read_once(run) as reading:
-            return conclude_gate(options, gate_of_run(reading, thresholds), run.folder) or status
-    return status
+    gated = conclude_gate(options, run, thresholds) if thresholds else 0
+    return gated or status
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,7 +14,7 @@ from fedgauge.attacks.learned.generators import GENERATOR
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.matching.priors import PRIOR
 from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import ComponentKind
+from fedgauge.client.components import ComponentKind, SpecError, is_own, resolve
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.losses import LOSS
@@ -72,18 +71,13 @@ def components_of(kind: str | None = None, own_only: bool = False) -> list[Compo
 
 
 def _component(kind: str, entry: Entry) -> Component:
-    listed, of_kind = Component(kind, entry.name, package=entry.package), KINDS[kind]
-    namesakes = {other.package for other in of_kind.entries() if other.name == entry.name} - {entry.package}
-    if not entry.own and namesakes:  # no plug-in replaces a name of fedgauge
-        error = f"{' and '.join(sorted(namesakes))} also has a component of this name"
-        return dataclasses.replace(listed, error=error)
+    listed, table = Component(kind, entry.name, package=entry.package), {"use": entry.name}
+    if not entry.own and is_own(table, KINDS[kind]):  # no plug-in replaces a name of fedgauge
+        return dataclasses.replace(listed, error="fedgauge also has a component of this name")
     try:
-        target = pkgutil.resolve_name(entry.value)
-        fits = entry.own or of_kind.admits_outside(target, (entry.module.split(".")[0],))
-    except (Exception, SystemExit) as error:  # a plug-in may raise anything while it is imported
-        return dataclasses.replace(listed, error=f"{type(error).__name__}: {error}")
-    if not fits:
-        return dataclasses.replace(listed, error=f"{entry.value} is not {of_kind.noun}")
+        target = resolve(table, kind, KINDS[kind])
+    except SpecError as error:
+        return dataclasses.replace(listed, error=str(error))
     words = " ".join((inspect.getdoc(target) or "").split("\n\n")[0].split())
     return dataclasses.replace(listed, target=target, description=words)
 

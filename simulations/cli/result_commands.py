@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fedgauge.server.store.ledger_file import LedgerError
-from fedgauge.server.views.gate import GateResult, Threshold
+from fedgauge.server.store.run import Run
+from fedgauge.server.views.gate import Threshold
 from fedgauge.simulations.cli.finding_runs import find_run, find_runs
 from fedgauge.simulations.cli.options import NO_RUNS, Commands, add_gate, flag, path, port, refuse, tell
 from fedgauge.simulations.reports.gate_output import gate_lines, gate_status, write_junit
@@ -93,15 +94,9 @@ def report(options: argparse.Namespace) -> int:
 
 
 def gate(options: argparse.Namespace) -> int:
-    from fedgauge.server.views.gate import gate_of_run
-    from fedgauge.server.views.snapshot import read_once
-
     thresholds = chosen_thresholds(options)
     refuse({"a gate needs a threshold: --fail-above psnr=20": not thresholds})
-    run = find_run(options.run, options.runs)
-    with read_once(run) as reading:
-        results = gate_of_run(reading, thresholds)
-    return conclude_gate(options, results, run.folder)
+    return conclude_gate(options, find_run(options.run, options.runs), thresholds)
 
 
 def chosen_thresholds(options: argparse.Namespace) -> list[Threshold]:
@@ -112,10 +107,15 @@ def chosen_thresholds(options: argparse.Namespace) -> list[Threshold]:
     return found
 
 
-def conclude_gate(options: argparse.Namespace, results: Sequence[GateResult], of: Path) -> int:
+def conclude_gate(options: argparse.Namespace, run: Run, thresholds: Sequence[Threshold]) -> int:
     """Write the file that was asked for, print a line for each threshold, and return the exit status."""
+    from fedgauge.server.views.gate import gate_of_run
+    from fedgauge.server.views.snapshot import read_once
+
+    with read_once(run) as reading:
+        results = gate_of_run(reading, thresholds)
     if options.junit:
-        write_junit(results, of.name, options.junit)
+        write_junit(results, run.folder.name, options.junit)
     print(*gate_lines(results), sep="\n")
     return gate_status(results)
 

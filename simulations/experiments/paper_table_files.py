@@ -25,10 +25,7 @@ from fedgauge.simulations.experiments.paper_tables import (
 
 PAPERS = Path(__file__).parents[1] / "papers"
 HEAD = ("title", "note", "seed", "version")
-CELL_KEYS = (
-    *("n", "clients", "wave", "data", "model", "chain", "weights", "train", "auxiliary", "server_attack", "rounds"),
-    *("members", "alone", "faintest", "heavy"),
-)
+CELL_KEYS = ("data", *(f.name for f in fields(Setting) if f.name not in ("name", "images", "attacks")))
 JOINED = ("data", "model", "train")
 
 

@@ -98,9 +98,7 @@ def rows_of(kept: Mapping[str, Any], kind: type[Row], name: str) -> list[Row]:
     """
     kinds = get_type_hints(kind)
     with errors_in(f"{name} holds a row of another kind", *UNREADABLE):
-        return [
-            kind(**{key: coerce(value, kinds.get(key, Any), key) for key, value in r.items()}) for r in kept["rows"]
-        ]
+        return [kind(**{k: coerce(v, kinds.get(k, Any), k) for k, v in row.items()}) for row in kept["rows"]]
 
 
 def head_of(paper_table: PaperTable) -> Mapping[str, Any]:

@@ -64,10 +64,6 @@ class Setup:
     clients: int = 1
     isolated: tuple[int, ...] | None = None
 
-    @property
-    def truth(self) -> tuple[Batch, ...]:
-        return tuple(self.auditor.source.truth(seen.client, seen.round) for seen in self.observations)
-
 
 def build_setup(cell: Setting, seed: int) -> Setup:
     """Compute the n updates of a setting.

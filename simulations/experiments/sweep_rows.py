@@ -90,9 +90,7 @@ def rows_of(cell: SweepCell, folder: Path) -> list[SweepRow]:
 
 def failed_rows(cell: SweepCell, error: Exception) -> list[SweepRow]:
     reason = str(error) if isinstance(error, SpecError) else sentence(error)
-    return [
-        SweepRow(cell.defense, attack, cell.seed, reason=reason, run=cell.folder, metric="") for attack in cell.attacks
-    ]
+    return [SweepRow(cell.defense, name, cell.seed, reason=reason, run=cell.folder, metric="") for name in cell.attacks]
 
 
 def _row(cell: SweepCell, planned: PlannedAttack, reading: RunSnapshot) -> SweepRow:
@@ -162,15 +160,6 @@ def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
     asked = {q: words.where for q, words in QUESTIONS.items() if q == MEMBER or any(r.metric == q for r in found)}
     leaks = [leak for leak in further_leaks() if any(r.metric == leak for r in found)]
     compared = any(r.gap is not None or r.bound is not None for r in found)
-    heads = ["defense", "strongest attack", f"{by.name}, {by.unit} (interval)", "baseline", "limit"]
-    heads += [
-        *(["bound", "gap"] if compared else []),
-        *asked.values(),
-        *(MEASURED[leak].label for leak in leaks),
-        "epsilon",
-        "accuracy",
-        "cost",
-    ]
     names = list(dict.fromkeys(row.defense for row in found))
     first = _over_seeds([row for row in found if row.defense == [*defenses, *names][0]], "accuracy")
     lines = []
@@ -179,26 +168,19 @@ def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
         own = [row for row in every if row.metric == by.metric]
         accuracy = _over_seeds(every, "accuracy")
         cost = None if accuracy is None or first is None else 100 * (first - accuracy)
-        lines.append(
-            [
-                name,
-                *_strongest(own, by),
-                number(_over_seeds(own, "baseline"), 1),
-                number(_over_seeds(own, "limit"), 1),
-                *(
-                    [number(_over_seeds(own, "bound"), 1), number(min(_means(own, "gap").values(), default=None), 1)]
-                    if compared
-                    else []
-                ),
-                *(_detected([row for row in every if row.metric == question]) for question in asked),
-                *(_leaked([row for row in every if row.metric == leak], leak) for leak in leaks),
-                # the largest: of several seeds' guarantees, only it holds for all
-                number(max((r.epsilon for r in every if r.epsilon is not None), default=None), None),
-                percent(accuracy, space=" "),
-                number(cost, 0),
-            ]
-        )
-    return Table.texts("", heads, lines)
+        attack, reached = _strongest(own, by)
+        line = {"defense": name, "strongest attack": attack, f"{by.name}, {by.unit} (interval)": reached}
+        line |= {head: number(_over_seeds(own, head), 1) for head in ("baseline", "limit")}
+        if compared:
+            line["bound"] = number(_over_seeds(own, "bound"), 1)
+            line["gap"] = number(min(_means(own, "gap").values(), default=None), 1)
+        line |= {head: _detected([r for r in every if r.metric == question]) for question, head in asked.items()}
+        line |= {MEASURED[leak].label: _leaked([r for r in every if r.metric == leak], leak) for leak in leaks}
+        # the largest: of several seeds' guarantees, only it holds for all
+        epsilon = max((r.epsilon for r in every if r.epsilon is not None), default=None)
+        line |= {"epsilon": number(epsilon, None), "accuracy": percent(accuracy, space=" "), "cost": number(cost, 0)}
+        lines.append(line)
+    return Table.texts("", [*lines[0]] if lines else [], [[*line.values()] for line in lines])
 
 
 def summary_as_markdown(found: Sequence[SweepRow], defenses: Sequence[str]) -> str:

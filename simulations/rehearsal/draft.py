@@ -10,17 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tomli_w
-import torch
-from torch import nn
 
-from fedgauge.attacks.base import Observation
 from fedgauge.attacks.problem import Problem
 from fedgauge.client.components import SpecError
 from fedgauge.client.data_folder import read_npz
-from fedgauge.client.models.language import LanguageModel
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.tape_source import names_of
 from fedgauge.simulations.rehearsal.examples import Form
 from fedgauge.simulations.rehearsal.losses import Target, target_of
 from fedgauge.simulations.rehearsal.observer import OF_CLASSES
@@ -454,24 +449,8 @@ def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -
     draft.audit([round], origin)
 
 
-def say_what_differs(draft: Draft, came: Observation, reported: int | None, facts: Facts, model: nn.Module) -> None:
-    """Note other names of the uploaded arrays than the network's, double precision, and batches reported as examples.
-
-    Args:
-        reported: the client's number of examples.
-        facts: of its training.
-    """
-    ours = "net." if isinstance(model, LanguageModel) else ""  # our wrapper's prefix is no difference
-    names = {
-        name: own for name, own in names_of(came.update, model).items() if name not in (own, own.removeprefix(ours))
-    }
-    if names and not all(name.isdecimal() for name in names):
-        name, own = next(iter(names.items()))
-        draft.note(
-            "names", f"uploads call {own} {name}; {len(names)} of {len(came.update)} arrays are read by other names"
-        )
-    if double := [name for name, p in model.named_parameters() if p.dtype == torch.float64]:
-        draft.note("precision", f"{', '.join(double[:3])} are float64, as in the app")
+def check_reported(draft: Draft, reported: int | None, facts: Facts) -> None:
+    """Note batches that a client reports as its number of examples."""
     in_a_round = next((line.value for line in draft.lines if line[:2] == ("[data]", "batch_size")), None)
     if reported is not None and reported == len(facts["sizes"]) < sum(facts["sizes"]) and reported != in_a_round:
         draft.note(

@@ -17,7 +17,7 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
 
-from fedgauge.client.components import SpecError
+from fedgauge.client.components import SpecError, errors_in
 from fedgauge.simulations.rehearsal.observer import Observer, Training
 
 Settings = Mapping[str, bool | int | float | str]
@@ -49,12 +49,10 @@ class FlowerApp:
             SpecError: there is no app, it lacks a part, or has no such setting.
         """
         path = folder / "pyproject.toml"
-        try:
+        with errors_in(
+            f"give the folder of a Flower app: {path}", OSError, UnicodeDecodeError, tomllib.TOMLDecodeError
+        ):
             table = tomllib.loads(path.read_text())
-        except (FileNotFoundError, NotADirectoryError):
-            raise SpecError(f"{folder} has no pyproject.toml: give the folder of a Flower app") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError(f"cannot read {path}: {error}") from error
         parts = _table(table, "tool", "flwr", "app", "components")
         for part in ("serverapp", "clientapp"):
             if ":" not in str(parts.get(part, "")):

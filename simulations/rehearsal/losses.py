@@ -1,11 +1,13 @@
 """The loss and labels of an observed training, as a scenario has them."""
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch.nn import functional
 
 from fedgauge.attacks.problem import Problem
 from fedgauge.simulations.rehearsal.observer import OF_CLASSES
@@ -20,14 +22,6 @@ OWN: Mapping[str, tuple[str, Sequence[str]]] = {  # a loss of fedgauge for torch
 }
 OF_TORCH = ("binary_cross_entropy", "smooth_l1_loss", "poisson_nll_loss", "soft_margin_loss")
 TWO_CLASSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")  # or findings, or a mask's pixels
-DEFAULTS = {
-    "weight": None,
-    "pos_weight": None,
-    "reduction": "mean",
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "delta": 1.0,
-}
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,8 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
 
 
 def _target(name: str, options: Mapping[str, Any], classes: int, reconstructs: bool) -> Target | Problem:
-    given = {k: v for k, v in options.items() if k not in DEFAULTS or v != DEFAULTS[k]}
+    parameters = inspect.signature(getattr(functional, name)).parameters
+    given = {k: v for k, v in options.items() if v != parameters[k].default}
     given.pop("reduction", None)  # it scales the loss, which is measured
     if reconstructs:
         measure = {"mse_loss": "squared_error", "binary_cross_entropy": "cross_entropy"}.get(name)

@@ -107,7 +107,6 @@ class Training:
     factor: float = 1.0  # of a gradient scaler
     outermost: nn.Module = field(default_factory=nn.Module)  # of the modules that are being called
     passed: tuple[str, Sequence[Tensor]] = ("", ())  # the last other network, and its outputs without gradients
-    weights: tuple[Any, str] | None = None  # of the network, after its last pass or step: precision and place, and norm
 
     def enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a call of a module that no other module called."""
@@ -122,7 +121,7 @@ class Training:
         parts = {id(part) for part in module.modules()}
         if not self.used and module is not self.network and id(self.network) in parts:
             # a part of it was called alone, such as to size a layer
-            self.network, self.weights, self.notes = None, None, {}
+            self.network, self.notes = None, {}
             self.x, self.y, self.means, self.losses, self.drawn, self.outputs = [], [], [], {}, set(), {}
             self.passes, self.bytes = 0, 0
         if self.network is None:
@@ -160,9 +159,8 @@ class Training:
             self.notes["large"] = "a client trains on more data than is kept in memory; the first part was kept"
             return
         self.x.append(tensors[0].detach().clone())
-        self.y.append(
-            labels.detach().clone() if ids is not None and (labels := named.get("labels")) is not None else None
-        )
+        labels = None if ids is None else named.get("labels")
+        self.y.append(None if labels is None else labels.detach().clone())
 
     def normalises(self, module: nn.Module) -> None:
         """Note torchvision's Normalize, unless it is a part of a network."""
@@ -196,7 +194,6 @@ class Training:
             return
         if not torch.is_grad_enabled():
             return
-        self.measures(module)
         if not all(map(torch.equal, self.random, _random())):
             self.drawn.add(self.passes - 1)
         if not isinstance(result, Tensor) or not result.requires_grad:
@@ -224,20 +221,8 @@ class Training:
             return
         self.cleared = set() if self.dp else {*self.used}  # Opacus keeps gradients elsewhere
 
-    def measures(self, network: nn.Module) -> None:
-        """Note if weights changed since the last pass or step."""
-        before, self.weights = self.weights, _weights(network)
-        if self.used and before and self.weights and before[0] == self.weights[0] and before[1] != self.weights[1]:
-            self.notes["optimizer"] = (
-                "weights also change outside of the optimizer's steps, as with SAM or Lookahead; the draft leaves this out"
-            )
-
     def ends(self) -> None:
         """Leave out passes that nothing was learnt from, such as those that only measure."""
-        if self.network is not None:
-            self.measures(self.network)
-        if not self.steps or any(step.optimizer == "LBFGS" for step in self.steps):
-            self.notes.pop("optimizer", None)  # the app makes its steps by hand, or passes data within one
         if self.used:
             self.x = [t for k, t in enumerate(self.x) if k in self.used]
             self.y = [t for k, t in enumerate(self.y) if k in self.used]
@@ -251,9 +236,8 @@ class Training:
         of, target = call.arguments.get("input"), call.arguments.get("target")
         number, values = self.passes - 1, self.outputs.get(self.passes - 1)
         if isinstance(of, Tensor):
-            number, values = next(
-                (each for each in self.outputs.items() if each[1].data_ptr() == of.data_ptr()), (number, values)
-            )
+            same = (each for each in self.outputs.items() if each[1].data_ptr() == of.data_ptr())
+            number, values = next(same, (number, values))
         if isinstance(of, Tensor) and values is not None and of.numel() == values.numel():
             read, given = of.detach().flatten().to(values), values.flatten()
             if name == "binary_cross_entropy" and torch.equal(read, given.sigmoid()):
@@ -299,8 +283,6 @@ class Training:
         self.trained |= moved
         self.used -= self.cleared - {*sorted(self.used)[: self.steps[-1].passes if self.steps else 0]}
         self.steps.append(Step(type(optimizer).__name__, groups, len(self.used), self.max_norm))
-        if self.network is not None:
-            self.weights = _weights(self.network)
         self.max_norm = None
 
 
@@ -316,14 +298,6 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def _transforms() -> bool:
     """Check if a transform of torch.func is active: its tensors may have no values."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # torch has no public name for it
-
-
-def _weights(network: nn.Module) -> tuple[Any, str] | None:
-    weights = [p.detach() for p in network.parameters() if p.is_floating_point() and not is_lazy(p)]
-    if not weights:
-        return None
-    # as text, in which two NaN are equal
-    return (weights[0].dtype, weights[0].device), repr(float(nn.utils.get_total_norm(weights)))
 
 
 def _random() -> list[Tensor]:

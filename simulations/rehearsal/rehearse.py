@@ -38,8 +38,8 @@ from fedgauge.simulations.rehearsal.draft import (
     Observed,
     attack_some,
     check_attackable,
+    check_reported,
     keep_layers,
-    say_what_differs,
     with_network,
     write_draft,
 )
@@ -201,7 +201,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         came = run.tape().read(began, client, own[began])
         reported = next(row["examples"] for row in rows if (row["client"], row["round"]) == (client, began))
         try:
-            say_what_differs(draft, came, reported, first, scenario.federation.model)
+            check_reported(draft, reported, first)
             if kept := _never_sent(scenario, first, came):
                 keep_layers(draft, kept, client, began, files)
                 scenario = draft.scenario()

@@ -176,9 +176,8 @@ def enter_attacks(ledger: Ledger, scenario: Scenario, plan: AttackPlan) -> dict[
 
 def cards(scenario: Scenario, plan: AttackPlan, mode: str = "simulation") -> dict[str, str]:
     """The threat-model card of each attack of a plan; of a deployment's attacks with what is assumed of the clients."""
-    texts = {
-        planned.name: knowledge_card(scenario.federation, planned, server=scenario.server) for planned in plan.attacks
-    }
+    fed, server = scenario.federation, scenario.server
+    texts = {planned.name: knowledge_card(fed, planned, server=server) for planned in plan.attacks}
     if scenario.audit.precision != "ieee":
         for planned in plan.attacks:
             if not planned.build().on_cpu:

@@ -115,7 +115,8 @@ class MechanismCase:
 
     def estimates(self, count: int, rng: Generator) -> dict[tuple[str, str], float]:
         """Epsilon estimated from one run with `count` canaries, by what is observed and how the variance is treated."""
-        planted = [clip(1.0).apply(canary({"": self.honest[0]}, rng, size=2.0), None) for _ in range(count)]
+        drawn = [canary({"": self.honest[0]}, rng)[""] for _ in range(count)]
+        planted = [clip(1.0).apply({"": 2 * one}, None) for one in drawn]
         together = torch.stack([one[""] for one in planted]).sum(0)
         released = [gaussian(self.sigma).apply({"": part + together}, rng) for part in self.honest]
         final = cosines({"": torch.stack([r[""] for r in released]).sum(0)}, planted)

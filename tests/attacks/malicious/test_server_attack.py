@@ -46,7 +46,7 @@ def known(how: ServerAttack | None = None) -> Knowledge:
     for table in NETWORKS:
         if how is not None and how.architecture is not None:
             table = {**table, "architectures": [how.architecture]}
-        model = build_model(table, "test", offered, 0).eval()
+        model = build_model(table, offered, 0).eval()
         threat = Knowledge(model, chain(local_sgd(0.1)), SHAPE, CLASSES, SIZE, (0.4,) * 3, (0.3,) * 3, auxiliary=public)
         try:
             if how is not None:

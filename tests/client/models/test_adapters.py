@@ -92,7 +92,7 @@ def test_decoders_are_adapted_like_encoders(spoken: Text) -> None:
 
 def test_both_sides_build_the_same_base_and_factors(classified: Text) -> None:
     table = {"use": "tiny_bert", "adapter": [{"use": "lora", "rank": 4, "train": ["classifier"]}]}
-    ours, theirs = (dict(build_model(table, "[model]", classified.offered, 7).named_buffers()) for _ in range(2))
+    ours, theirs = (dict(build_model(table, classified.offered, 7).named_buffers()) for _ in range(2))
     assert ours.keys() == theirs.keys() and all(torch.equal(t, theirs[k]) for k, t in ours.items())
 
 

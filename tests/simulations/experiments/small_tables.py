@@ -7,6 +7,7 @@ import numpy as np
 
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.threat_model import public_knowledge
+from fedgauge.client.update import Batch
 from fedgauge.server.views.intervals import Floats
 from fedgauge.server.views.scores import Scores
 from fedgauge.simulations.experiments.measures import AttackOutcome
@@ -45,6 +46,11 @@ def only(found: PaperTable) -> Setting:
 def known_to_the_server(setup: Setup) -> Knowledge:
     """Before anything of the private examples is given to it."""
     return public_knowledge(setup.auditor.federation)
+
+
+def truth_of(setup: Setup) -> list[Batch]:
+    """The private examples behind each observation."""
+    return [setup.auditor.source.truth(seen.client, seen.round) for seen in setup.observations]
 
 
 def outcome(mse: list[float], iterations: list[float]) -> AttackOutcome:

@@ -17,7 +17,15 @@ from fedgauge.simulations.experiments.paper_table_files import restrict, with_su
 from fedgauge.simulations.experiments.reproduce import reproduce
 from fedgauge.simulations.experiments.run_attack import compared_figures, run_attack
 from fedgauge.simulations.experiments.setups import build_setup
-from tests.simulations.experiments.small_tables import ANALYTIC, SGD, known_to_the_server, only, paper_table, sentences
+from tests.simulations.experiments.small_tables import (
+    ANALYTIC,
+    SGD,
+    known_to_the_server,
+    only,
+    paper_table,
+    sentences,
+    truth_of,
+)
 
 
 def test_how_updates_are_packed_into_waves_changes_rounding_only() -> None:
@@ -50,7 +58,7 @@ def test_a_failed_attack_has_no_number_in_a_table_as_in_a_run_and_counts_as_blan
         assert {row.value for result in results for row in result.rows} == {None}
     found = run_attack(spec, setup, cell.wave)
     assert found.failed == 4
-    grey = (torch.cat([batch.x for batch in setup.truth]) - 0.5).square().mean()
+    grey = (torch.cat([t.x for t in truth_of(setup)]) - 0.5).square().mean()
     assert float(found.values("mse").mean()) == pytest.approx(float(grey))
 
 
@@ -107,7 +115,7 @@ def test_the_floor_of_words_is_what_frequencies_give() -> None:
     special = torch.tensor(sorted(tokenizer.special))
     said = known_to_the_server(setup).auxiliary.x[~torch.isin(known_to_the_server(setup).auxiliary.x, special)]
     shares = torch.bincount(said, minlength=tokenizer.size) / len(said)
-    expected = [shares[t.x[~torch.isin(t.x, special)]].mean() for t in setup.truth]
+    expected = [shares[x[~torch.isin(x, special)]].mean() for x in (t.x for t in truth_of(setup))]
     mean = 100 * float(torch.stack(expected).mean())
     floor = attacking._floor(cell.attacks[0], setup)["token_accuracy"]
     count = 40 * 5 * attacking.RANDOM_DRAWS  # five words a sentence or more

@@ -28,6 +28,7 @@ from tests.simulations.experiments.small_tables import (
     only,
     paper_table,
     sentences,
+    truth_of,
 )
 
 
@@ -37,7 +38,7 @@ def test_images_are_the_first_of_their_part_in_order(part: Any) -> None:
     x, y = (data.x_test, data.y_test) if part == "test" else (data.x, data.y)
     images = Images("mnist5k", part, first=3, batch_size=2)
     assert torch.equal(torch.cat(choose(data, images, n=5)), torch.arange(3, 13))
-    found = build_setup(replace(only(paper_table()), images=images, n=5), 0).truth
+    found = truth_of(build_setup(replace(only(paper_table()), images=images, n=5), 0))
     assert torch.equal(torch.cat([b.x for b in found]), x[3:13].float() / 255)
     assert torch.equal(torch.cat([b.y for b in found]), y[3:13])
 
@@ -63,7 +64,7 @@ def test_a_scene_is_what_clients_upload_and_what_a_server_knows() -> None:
     setup = build_setup(cell, seed=5)
     data = mnist5k()
     plain = gradient(known_to_the_server(setup).model, normalise=data.normalise)
-    for k, (seen, truth) in enumerate(zip(setup.observations, setup.truth, strict=True)):
+    for k, (seen, truth) in enumerate(zip(setup.observations, truth_of(setup), strict=True)):
         assert torch.equal(truth.x, data.x_test[3 * k : 3 * k + 3].float() / 255)
         rng = generator(5, "client", k, 1)
         g = plain(seen.params, truth, None)
@@ -152,12 +153,12 @@ def test_a_defense_of_the_model_and_one_that_asks_for_it_are_staged() -> None:
 def test_a_scene_of_text_is_the_first_sentences_and_what_clients_make_of_them() -> None:
     data = phrases(length=10, vocabulary=500)
     setup = build_setup(only(sentences({"batch_size": 2, "first": 3})), seed=2)
-    assert torch.equal(torch.cat([t.x for t in setup.truth]), data.x_test[3:11])
+    assert torch.equal(torch.cat([t.x for t in truth_of(setup)]), data.x_test[3:11])
     assert known_to_the_server(setup).lengths is None
     assert known_to_the_server(setup).auxiliary is not None and torch.equal(
         known_to_the_server(setup).auxiliary.x, data.x[-200:]
     )
-    for seen, truth in zip(setup.observations, setup.truth, strict=True):
+    for seen, truth in zip(setup.observations, truth_of(setup), strict=True):
         plain = gradient(known_to_the_server(setup).model)(seen.params, truth, None)
         for name in plain:
             torch.testing.assert_close(seen.update[name], -0.5 * plain[name])
@@ -165,7 +166,7 @@ def test_a_scene_of_text_is_the_first_sentences_and_what_clients_make_of_them() 
 
 def test_clients_that_predict_words_minimise_the_words_surprise() -> None:
     setup = build_setup(only(sentences(WORDS, cell={"model": GPT2})), 0)
-    seen, x = setup.observations[0], setup.truth[0].x
+    seen, x = setup.observations[0], truth_of(setup)[0].x
     with torch.enable_grad():
         own = {k: p.clone().requires_grad_() for k, p in seen.params.items()}
         logits = torch.func.functional_call(known_to_the_server(setup).model, own, (x,))

@@ -158,10 +158,10 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("proximal", "loss", True, marks=FULL),
         pytest.param("penalised", "loss", False, marks=FULL),
         pytest.param("smoothed", "loss", False, marks=FULL),
-        pytest.param("frozen", "names", True, marks=FULL),
-        pytest.param("tied", "names", True, marks=FULL),
-        pytest.param("prefixed", "names", True, marks=FULL),
-        pytest.param("double_head", "precision", True, marks=FULL),
+        pytest.param("frozen", "", True, marks=FULL),
+        pytest.param("tied", "", True, marks=FULL),
+        pytest.param("prefixed", "", True, marks=FULL),
+        pytest.param("double_head", "", True, marks=FULL),
         pytest.param("batches", "examples", True, marks=FULL),
         pytest.param("by_hand", "steps", True, marks=FULL),
         pytest.param("corrected", "steps", True, marks=FULL),
@@ -181,7 +181,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("ragged", "batches", False, marks=FULL),
         pytest.param("softened", "loss", False, marks=FULL),
         pytest.param("signs", "optimizer", False, marks=FULL),
-        pytest.param("sharpened", "optimizer", False, marks=FULL),
+        pytest.param("sharpened", "", False, marks=FULL),
     ],
 )
 def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: Path) -> None:
