@@ -78,13 +78,10 @@ def test_the_page_loads_every_script_and_reports_get_those_that_draw(get: Get) -
 
 
 def test_watch_prints_the_address_logs_no_request_and_ends_at_once(folder: Path) -> None:
-    server = served(folder, "--host", "127.0.0.1", "--token", "abc")
+    server = served(folder / "complete", "--host", "127.0.0.1", "--token", "a+b c#d&e pä;ß")
     with server as address:
-        assert address.endswith("/?token=abc")
-        assert httpx.get(address.replace("abc", "wrong")).status_code == 401
-        assert httpx.get(address.replace("/?", "/api/version?"), follow_redirects=True).status_code == 200
-    with served(folder / "complete", "--token", "a+b c#d&e pä;ß") as address:
         assert "/run/complete?token=" in address, "the run's page, not a list"
+        assert httpx.get(address + "wrong").status_code == 401
         assert httpx.get(address).status_code == 303
         assert httpx.get(address, follow_redirects=True).status_code == 200
     assert len(server.log.splitlines()) == 1, "that it serves, and nothing of what it was asked"

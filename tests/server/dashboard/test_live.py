@@ -17,7 +17,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.snapshot import RunSnapshot
-from tests.server.dashboard.pages import served, visitor
+from tests.server.dashboard.pages import Get, served, visitor
 from tests.small_runs import scores_of
 
 
@@ -82,19 +82,16 @@ def test_deleted_rows_are_no_longer_shown(
         assert reading.version != version
 
 
-def test_a_change_has_another_version(folder: Path) -> None:
-    with served(folder) as address, visitor(address) as http:
+def test_a_change_has_another_version(folder: Path, get: Get) -> None:
+    def versions() -> list[str]:
+        return [get(f"/api/version{of}")["version"] for of in ("?run=complete", "")]
 
-        def versions() -> list[str]:
-            answers = [http.get("/api/version", params=of).raise_for_status() for of in ({"run": "complete"}, {})]
-            return [answer.json()["version"] for answer in answers]
-
-        first = versions()
-        assert versions() == first
-        with Run(folder / "complete").ledger() as ledger:
-            ledger.record_round(3, 0.5, 1.0, 1.0, 0.0)
-        assert all(now != before for now, before in zip(versions(), first, strict=True))
-        assert http.get("/api/version", params={"run": "nobody"}).status_code == 404
+    first = versions()
+    assert versions() == first
+    with Run(folder / "complete").ledger() as ledger:
+        ledger.record_round(3, 0.5, 1.0, 1.0, 0.0)
+    assert all(now != before for now, before in zip(versions(), first, strict=True))
+    get("/api/version?run=nobody", 404)
 
 
 @pytest.mark.slow
@@ -104,6 +101,7 @@ def test_open_pages_hinder_no_writer_and_no_page(folder: Path) -> None:
     rounds, clients = 12, 8
     seen, told, errors, listening = [(0, 0)] * 5, [0] * 5, [], threading.Barrier(6, timeout=60)
     with served(folder) as address, Run(folder / "complete").ledger() as ledger:
+        assert "/?token=" in address, "a list of runs"
         end = (rounds, ledger.progress().done + (rounds - 2) * clients)
 
         def look(i: int) -> None:

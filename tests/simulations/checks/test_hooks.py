@@ -103,6 +103,7 @@ def test_an_attack_that_raises_fails_and_the_others_go_on(
     assert "attacks failed: guess" in printed.err
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_raises_in_the_middle_of_a_training_is_a_sentence_as_well(
     tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ from fedgauge.simulations.cli import run_commands
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import cards, new_run
 from tests.simulations.cli.conftest import TABLES, scenario_file
+from tests.small_runs import in_this_process
 
 
 def test_the_audit_goes_on_where_it_stopped_and_adds_attacks(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,9 +133,12 @@ def test_options_that_would_do_nothing_are_refused(
         assert ledger.progress().done == 0
 
 
-def test_a_weak_attack_shows_nothing_where_a_closed_form_reads_simulated_clients(tmp_path: Path) -> None:
+def test_a_weak_attack_shows_nothing_where_a_closed_form_reads_simulated_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
     path = scenario_file(tmp_path, attack=[{"use": "inverting_gradients", "iterations": 1}])
-    assert main(["run", str(path), "--in-memory", "--runs", str(tmp_path / "runs")]) == 0
+    assert main(["run", str(path), "--runs", str(tmp_path / "runs")]) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     with read_once(Run(folder)) as reading:
         read = reading.meta[CLOSED_FORM]

@@ -86,16 +86,20 @@ def test_every_cell_has_a_number_or_a_reason_and_the_files_say_the_same(tmp_path
     assert [line.split(" | ")[1] for line in lines] == ["`analytic`", "`inverting_gradients`"], "the strongest of each"
 
 
+ROUNDED = (
+    "from fedgauge.client.transforms import UpdateTransform\n\n\nclass rounded(UpdateTransform):\n"
+    "    def apply(self, update, rng):\n        return {k: (t * 1000).round() / 1000 for k, t in update.items()}\n"
+)
+
+
 def test_a_row_says_why_its_low_leakage_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "sweepsflat.py").write_text(
-        "from fedgauge.client.transforms import UpdateTransform\n\n\nclass rounded(UpdateTransform):\n"
-        "    def apply(self, update, rng):\n        return {k: (t * 1000).round() / 1000 for k, t in update.items()}\n"
-    )
+    (tmp_path / "sweepsflat.py").write_text(ROUNDED)
     defenses = [{"name": "none", "chain": [SGD]}, {"name": "flat", "chain": [SGD, {"use": "sweepsflat:rounded"}]}]
     noise = {"name": "noise", "chain": [SGD, {"use": "gaussian", "sigma": 0.1}]}
     path = write(tmp_path, seeds=[0], defense=[*defenses, noise], attack=[IG])
+    command = ["sweep", str(path), "--output", str(tmp_path / "out"), "--allow", "sweepsflat", "--jobs", "1"]
     for _ in range(2):  # the second call trains nothing
-        assert main(["sweep", str(path), "--output", str(tmp_path / "out"), "--allow", "sweepsflat"]) == 0
+        assert main(command) == 0
         assert f"flat, inverting_gradients, seed 0: {DOUBT}: {NO_DERIVATIVE}" in capsys.readouterr().out
     with (tmp_path / "out" / "sweep.csv").open() as file:
         none, flat, noisy = csv.DictReader(file)
@@ -187,10 +191,14 @@ def test_a_cell_whose_process_fails_has_its_reason_and_the_others_their_numbers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeping, "_train_and_attack", killed)
-    path = write(tmp_path, seeds=[0], attack=[IG])
-    assert main(["sweep", str(path), "-o", str(tmp_path / "out")]) == 1
+    (tmp_path / "sweepsapart.py").write_text(ROUNDED)
+    chains = [SGD, {"use": "sweepsapart:rounded"}], [SGD, {"use": "sign"}]
+    defenses = [{"name": name, "chain": chain} for name, chain in zip(("none", "sign"), chains, strict=True)]
+    path = write(tmp_path, seeds=[0], attack=[IG], defense=defenses)
+    assert main(["sweep", str(path), "-o", str(tmp_path / "out"), "--allow", "sweepsapart"]) == 1
     reported = capfd.readouterr().out
     good, bad = json.loads((tmp_path / "out" / "sweep.json").read_text())["rows"]
     assert good["mean"] is not None and bad["mean"] is None
-    assert "sign, batch of 2, inverting_gradients, seed 0: " in reported and "status -9" in reported
+    assert NO_DERIVATIVE in good["reason"], "what is allowed here is allowed there"
+    assert "sign, inverting_gradients, seed 0: " in reported and "status -9" in reported
     assert (tmp_path / "out" / "comparison.html").stat().st_size > 100_000

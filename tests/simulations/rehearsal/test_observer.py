@@ -1,6 +1,5 @@
 """A training gives the same bits under observation: each is run bare and observed, in processes of their own."""
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.simulations.rehearsal.observer import Observer
-
-FORKS = multiprocessing.get_context("forkserver")
+from tests.forks import CLEAN_FORK
 
 
 @contextmanager
@@ -76,8 +74,8 @@ def send(train: Callable[[], Tensor], observed: bool, to: Connection) -> None:
 
 def trained(train: Callable[[], Tensor], observed: bool) -> bytes:
     """The weights of a training in a process of its own."""
-    here, there = FORKS.Pipe()
-    process = FORKS.Process(target=send, args=(train, observed, there))
+    here, there = CLEAN_FORK.Pipe()
+    process = CLEAN_FORK.Process(target=send, args=(train, observed, there))
     process.start()
     there.close()
     weights = here.recv_bytes()

@@ -1,12 +1,5 @@
 """Apps as their authors write them, each observed without a change: its draft gives its update, or a problem says why not."""
 
-import multiprocessing
-import multiprocessing.forkserver
-import os
-import runpy
-import shutil
-import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
@@ -16,15 +9,14 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from rich.console import Console
 
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.rehearsal.rehearse import Rehearsal, observe, rehearse
-from fedgauge.simulations.run.launch import OwnProcess
 from fedgauge.simulations.run.retention import prune
 from tests.foreign.written import SHAPES, source
+from tests.forks import ForkedProcess, ready_to_fork
 
 FOREIGN = Path(__file__).parents[2] / "foreign" / "shapes"
 PROJECT = """
@@ -47,49 +39,14 @@ FAR = (
     "sharpened",
     "modified_in_training",
 )
-FORKS = multiprocessing.get_context("forkserver")
-IMPORTED = (
-    "fedgauge.simulations.rehearsal.rehearse",
-    "fedgauge.simulations.run.in_memory",
-    "sklearn.datasets",
-    "torch._dynamo",
-)
-
-
-class Forked(OwnProcess):
-    """An app's process as a fork of one that has imported torch and Flower."""
-
-    def __init__(self, run: Run, log: str, *arguments: str, ray: bool = True) -> None:
-        self.run, self.log, self.scratch = run, log, Path(tempfile.mkdtemp(prefix="fedgauge-"))
-        self._fork = FORKS.Process(target=enter, args=(arguments, run.log(log), self.scratch))
-        self._fork.start()
-
-    def status(self) -> int | None:
-        return self._fork.exitcode
-
-    def close(self) -> None:
-        self._fork.kill()
-        self._fork.join()
-        shutil.rmtree(self.scratch)
-
-
-def enter(arguments: tuple[str, ...], log: Path, scratch: Path) -> None:
-    """Do in a fork what `python -m` does in a process of its own."""
-    torch.set_num_threads(1)
-    os.chdir(scratch)
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    sys.argv = list(arguments)
-    runpy.run_module(arguments[0], run_name="__main__")
 
 
 @pytest.fixture(autouse=True)
 def all_apps_but_one_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one has a process of its own, as users' apps have."""
     if "epochs" not in request.node.name:
-        FORKS.set_forkserver_preload([*IMPORTED])
-        multiprocessing.forkserver.ensure_running()
-        monkeypatch.setattr("fedgauge.simulations.rehearsal.rehearse.OwnProcess", Forked)
+        ready_to_fork()
+        monkeypatch.setattr("fedgauge.simulations.rehearsal.rehearse.OwnProcess", ForkedProcess)
 
 
 def app_of(name: str, tmp_path: Path) -> Path:

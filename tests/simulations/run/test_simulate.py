@@ -17,6 +17,7 @@ from fedgauge.simulations.run import simulate as module
 from fedgauge.simulations.run.create import new_run
 from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
 from fedgauge.simulations.run.simulate import Interrupt, simulate
+from tests.forks import ForkedProcess
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # the attack service is a process of its own, which loads torch
@@ -51,6 +52,13 @@ def begun(tmp_path: Path) -> Callable[[object], tuple[Run, Scenario]]:
 
 
 Made = Callable[[object], tuple[Run, Scenario]]
+
+
+@pytest.fixture(autouse=True)
+def all_services_but_one_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one has a process of its own, as users' runs have."""
+    if "dies" not in request.node.name:
+        monkeypatch.setattr("fedgauge.simulations.run.launch.OwnProcess", ForkedProcess)
 
 
 def quietly() -> Console:
