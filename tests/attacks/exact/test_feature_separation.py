@@ -41,6 +41,7 @@ def worst(own: Batch, result: Reconstruction) -> float:
     return float(psnr(own.x, result.x[match(own.x, result.x)]).min())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("labels", [[3], [1, 4, 7, 8], [2, 5, 5, 0]], ids=["one", "distinct", "equal"])
 @pytest.mark.parametrize("make", [lambda: convsmall(SHAPE, CLASSES), lambda: mlp(SHAPE, CLASSES, [64, 32])])
 def test_features_of_a_batch_determine_its_images(make: Callable[[], nn.Module], labels: list[int]) -> None:

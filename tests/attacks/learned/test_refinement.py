@@ -84,7 +84,8 @@ def test_differentiable_updates_are_the_noise_free_ones_and_their_slopes_are_rig
 
 
 @pytest.mark.parametrize(
-    ("name", "batch_size"), [(name, 2 if name == "bare" else 1) for name in CHAINS if name != "sign"]
+    ("name", "batch_size"),
+    [("bare", 2), ("local steps", 1), *(pytest.param(name, 1, marks=pytest.mark.full) for name in ("noise", "prune"))],
 )
 def test_refined_answers_are_nearer_than_the_linear_ones(name: str, batch_size: int) -> None:
     known, wave, truth = digits(CHAINS[name], batch_size)

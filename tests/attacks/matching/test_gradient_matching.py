@@ -74,9 +74,9 @@ def test_matching_is_the_published_loop_from_start_to_end(recipe: str, attack: G
 @pytest.mark.parametrize(
     ("attack", "local", "iterations", "gain"),
     [
-        (inverting_gradients(), local_sgd(0.1), 150, 3),
+        pytest.param(inverting_gradients(), local_sgd(0.1), 150, 3, marks=pytest.mark.full),
         (dlg(), local_sgd(0.1), 300, 1),
-        (idlg(), local_sgd(0.1), 150, 3),
+        pytest.param(idlg(), local_sgd(0.1), 150, 3, marks=pytest.mark.full),
         (surrogate(tv=0.001), local_sgd(0.05, 4), 100, 3),
     ],
     ids=["inverting_gradients", "dlg", "idlg", "surrogate"],

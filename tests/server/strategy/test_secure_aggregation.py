@@ -117,6 +117,7 @@ def test_fedavg_trains_as_it_would_on_the_updates_themselves(kit: Any) -> None:
     assert [len([m for m in handed if not m.has_error()]) for handed in recorder.handed] == [1, 1, 1]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("gone", range(5))
 @pytest.mark.parametrize("step", STEPS)
 def test_any_one_of_five_may_drop_out(kit: Any, step: str, gone: int) -> None:

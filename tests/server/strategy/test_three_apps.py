@@ -101,7 +101,12 @@ ADAM = ForeignApp(
 )
 
 
-@pytest.fixture(params=[QUICKSTART, HALF, ADAM], ids=lambda app: app.name)
+@pytest.fixture(
+    params=[
+        pytest.param(app, id=app.name, marks=[pytest.mark.full] * (app is QUICKSTART))
+        for app in (QUICKSTART, HALF, ADAM)
+    ]
+)
 def app(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForeignApp]:
     chosen: ForeignApp = request.param
     monkeypatch.syspath_prepend(str(APPS))

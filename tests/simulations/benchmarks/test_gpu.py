@@ -25,7 +25,7 @@ TORCH_AND_NUMPY = (
     "torch", "torchgen", "functorch", "numpy", "numpy.libs", "typing_extensions.py", "sympy", "mpmath", "filelock", "networkx",
     "jinja2", "markupsafe", "fsspec", "packaging",
 )  # fmt: skip
-LONG = ("resnet", "libraries", "tf32")  # on the separate device
+LONG = ("convnet", "resnet", "libraries", "tf32")  # on the separate device
 TARGETS = {
     "lenet": [">= 800", ">= 15"],
     "convnet": [">= 5", ">= 30"],

@@ -110,8 +110,8 @@ def test_an_example_that_alone_excites_a_neuron_is_reported() -> None:
     "link",
     [
         {"use": "clip", "max_norm": 0.1, "each": True},
-        {"use": "mixup", "alpha": 1.0},
-        {"use": "ats", "policy": "7-4-15"},
+        pytest.param({"use": "mixup", "alpha": 1.0}, marks=pytest.mark.full),
+        pytest.param({"use": "ats", "policy": "7-4-15"}, marks=pytest.mark.full),
     ],
     ids=["clip each", "mixup", "ats"],
 )

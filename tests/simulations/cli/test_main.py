@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 from tests.simulations.cli.conftest import scenario_file
 
@@ -37,32 +36,6 @@ def test_a_wrong_scenario_is_refused_before_anything_starts(
 def test_a_folder_of_data_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDGAUGE_DATA", str(tmp_path / "none"))
     assert main(["list"]) == 2
-
-
-def test_files_that_are_no_scenarios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = tmp_path / "broken.toml"
-    broken.write_text("seed = = 1")
-    for arguments in (
-        ["run", str(broken)],
-        ["run", str(tmp_path / "none.toml")],
-        ["run", str(broken), "--set", "nonsense"],
-    ):
-        assert main(arguments) == 2
-        assert "fedgauge: " in capsys.readouterr().err
-
-
-def test_a_place_where_nothing_can_be_written_is_a_mistake_in_words(
-    attacked: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    for arguments in (
-        ["init", str(tmp_path / "none" / "x.toml")],
-        ["export", str(attacked.folder), "-o", str(tmp_path / "file" / "x.csv")],
-    ):
-        assert main(arguments) == 2
-        told = capsys.readouterr()
-        assert told.out == ""
-        assert told.err.startswith("fedgauge: ") and str(tmp_path) in told.err
 
 
 def test_commands_work_next_to_a_users_own_files_of_the_same_names(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def ended(arguments: list[str]) -> int | str | None:
         return end.code
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("form", "place"), CASES)
 def test_unsuitable_paths_are_named(
     places: dict[str, Path],

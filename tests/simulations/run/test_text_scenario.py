@@ -58,6 +58,7 @@ def test_the_text_quickstart_runs_and_ends_with_scores(
         assert {row["value"] for row in rows if row["attack"] == attack} == {100.0}, f"{attack} recovers every sentence"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_lora_quickstart_reads_the_factors_from_the_second_round_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
