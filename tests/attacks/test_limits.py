@@ -11,7 +11,6 @@ import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.covariance import LedoitWolf
 from torch import Generator, Tensor
 
 from fedgauge.attacks.gaussian_prior import GaussianPrior
@@ -246,6 +245,8 @@ def test_a_known_mask_needs_no_average() -> None:
 
 @pytest.mark.parametrize(("count", "size"), [(200, 6), (12, 30), (31, 30), (30, 30)])
 def test_the_fit_is_scikit_learns(count: int, size: int) -> None:
+    from sklearn.covariance import LedoitWolf
+
     x = normal(count, size) @ normal(size, size, seed=1) + 0.5
     prior = GaussianPrior.fit(x.view(count, 1, 1, size))
     oracle = LedoitWolf().fit(x.numpy())

@@ -1,6 +1,7 @@
 """Claims about DAGER through LoRA's factors: what each factor's gradient spans, when it suffices, and what is said when not."""
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from fedgauge.client.update import Batch, Params
 from tests.attacks.text import small_text
 from tests.attacks.text.small_text import SGD, batches, certified, gpt2, loss_of, read, refused, seen
 
-pytest.importorskip("peft", reason="the extra [adapters] is not installed")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="the extra [adapters] is not installed")
 Make = Callable[[Text], LanguageModel]
 Seen = tuple[dict[str, Tensor], Params, list[Projection]]
 SEEN = ["query", "value"]

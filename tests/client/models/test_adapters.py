@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from fedgauge.client.models.vision import detached_params, floating_buffers, mlp
 from fedgauge.client.update import Batch
 
 pytest.importorskip("transformers", reason="the extra [text] is not installed")
-pytest.importorskip("peft", reason="the extra [adapters] is not installed")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="the extra [adapters] is not installed")
 LENGTH = 8
 
 
