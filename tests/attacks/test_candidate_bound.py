@@ -135,6 +135,7 @@ def two_point_error(density: Callable[[float], float], shift: float) -> float:
     return float(scipy.integrate.quad(left, -30, 30, points=[-shift, shift], limit=400)[0])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("shift", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize(("noise", "law"), [
     (UpdateDistribution(sigma=0.7), scipy.stats.norm.pdf),

@@ -18,6 +18,7 @@ def _saved(array: object) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (1, 3), (2, 0, 3), (4, 3, 2)])
 @pytest.mark.parametrize("order", ["C", "F"])

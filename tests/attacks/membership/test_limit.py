@@ -78,7 +78,7 @@ def sigma_for(mu: float, links: Chain) -> float:
     return float(detectability(first)[0]) / mu
 
 
-@pytest.mark.parametrize("mu", [0.3, 2.5])
+@pytest.mark.parametrize("mu", [pytest.param(0.3, marks=pytest.mark.full), 2.5])
 def test_the_likelihood_ratio_reaches_the_curve_and_nothing_exceeds_it(mu: float) -> None:
     sigma = sigma_for(mu, chain(gaussian(1.0), local_sgd(0.1)))
     known, batch = world(chain(gaussian(sigma), local_sgd(0.1)))

@@ -89,7 +89,7 @@ def rows_of(make: Callable[..., Federation], size: int, **model: Any) -> Federat
     return make(data=data, model=model or {"use": "mlp", "hidden": [48, 48]}, clients=2)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_small_batches_come_back(size: int, make_federation: Any, observe: Any) -> None:
     fed = rows_of(make_federation, size)
     wave = observe(fed, (0, 1))
@@ -115,7 +115,12 @@ def test_pooling_reads_the_objective_and_the_restarts_alone(make_federation: Any
 
 @pytest.mark.parametrize(
     "model",
-    [{"use": "embedding_mlp"}, {"use": "ft_transformer", "blocks": 1, "dimension": 16, "heads": 2, "hidden": 16}],
+    [
+        {"use": "embedding_mlp"},
+        pytest.param(
+            {"use": "ft_transformer", "blocks": 1, "dimension": 16, "heads": 2, "hidden": 16}, marks=pytest.mark.full
+        ),
+    ],
 )
 def test_embedded_rows_come_back_too(model: dict[str, Any], make_federation: Any, observe: Any) -> None:
     fed = rows_of(make_federation, 1, **model)

@@ -205,6 +205,7 @@ def test_the_sum_is_the_plain_sum_of_the_integers() -> None:
     assert found.mean == pytest.approx(weights @ clipped / weights.sum(), abs=FIVE.clip / LEVELS)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("gone", range(10, 15))
 @pytest.mark.parametrize("step", QUESTIONS)
 def test_any_one_of_five_may_drop_out_at_any_point(gone: int, step: str) -> None:
