@@ -94,6 +94,7 @@ def test_a_change_has_another_version(folder: Path, get: Get) -> None:
     get("/api/version?run=nobody", 404)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_open_pages_hinder_no_writer_and_no_page(folder: Path) -> None:
     """Pages stay open and read all the time while a run writes as fast as it can: no row is lost, each page sees the end."""

@@ -25,7 +25,8 @@ from tests.hostile_folder import hostile
 from tests.listening import LOOPBACK, listening
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.slow
+# a run of test_run.py is attacked by Ray workers to the same bits in make test
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 IG = {"use": "inverting_gradients", "iterations": 60}
 AUDIT = {"executor": "ray", "wave": 2}

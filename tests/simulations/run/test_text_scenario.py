@@ -44,12 +44,13 @@ def test_the_text_quickstart_runs_and_ends_with_scores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", in_this_process)
-    assert main(["run", str(QUICKSTART), "--runs", str(tmp_path), "--rounds", "1"]) == 0
+    quick = ["--rounds", "1", "--set", "clients=2"]
+    assert main(["run", str(QUICKSTART), "--runs", str(tmp_path), *quick]) == 0
     (ledger,) = tmp_path.glob("*/ledger.sqlite")
     with Run(ledger.parent).ledger() as found:
         rows = list(found.scores("rouge1"))
         assert found.meta()["replay"] == "ok"
-    assert {row["client"] for row in rows} == {0, 1, 2, 3}
+    assert {row["client"] for row in rows} == {0, 1}
     assert all(row["value"] is not None for row in rows)
     assert (ledger.parent / "report.html").exists()
     told = capsys.readouterr().out
