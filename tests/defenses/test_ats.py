@@ -82,6 +82,7 @@ def by_pil(number: int, image: Image.Image, plus: bool) -> Image.Image:
     return changed
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("number", range(50))
 def test_each_operation_is_pils_to_the_rounding_of_a_grey_value(number: int, channels: int) -> None:

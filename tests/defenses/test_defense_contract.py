@@ -177,6 +177,7 @@ def sizes(dtype: torch.dtype) -> list[float]:
     return [0.0, smallest, 7 * smallest, 71 * smallest, info.tiny, 1.0, 2 * info.max**0.5, info.max]
 
 
+@pytest.mark.product
 @of_updates
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_finite_inputs_give_finite_outputs(name: str, dtype: torch.dtype) -> None:
