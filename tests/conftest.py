@@ -7,10 +7,12 @@ import gc
 import os
 import random
 import shutil
+import sqlite3
 import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,18 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray reads it when it is
 if not torch.cuda.is_available():
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         vars(kind).update(manual_seed_all=lambda seed: None)
+
+
+class Unsynced(sqlite3.Connection):
+    """A ledger in this process. No test cuts the power, and to be safe from that would take most of a small test's time."""
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        if sql in ("PRAGMA journal_mode = WAL", "PRAGMA query_only = ON"):
+            super().execute("PRAGMA synchronous = OFF")
+        return super().execute(sql.replace("synchronous = NORMAL", "synchronous = OFF"), *values)
+
+
+sqlite3.connect = partial(sqlite3.connect, factory=Unsynced)
 os.environ["HF_HUB_OFFLINE"] = "1"  # a hub call without network would retry for 30 seconds
 
 _cache = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
