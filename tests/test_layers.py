@@ -72,6 +72,11 @@ def nodes(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[ast.AST, bool]]:
         yield from nodes(child, lazy)
 
 
+def last_name(node: ast.expr) -> str:
+    """The name of what is called, without what it is called of."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def imports(file: str) -> Iterator[Import]:
     for node, lazy in nodes(parse(file)):
         if isinstance(node, ast.Import):
@@ -79,7 +84,7 @@ def imports(file: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: a relative import hides its package"
             names = [f"fedgauge.{a.name}" for a in node.names] if node.module == "fedgauge" else [node.module or ""]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and last_name(node.func) == "import_module":
             names = [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
         else:
             continue
@@ -235,14 +240,17 @@ UNPICKLERS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "clou
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 
 
-def calls(file: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+@cache
+def calls(file: str) -> list[tuple[int, str, dict[str, Any]]]:
     """Each call: its line, its dotted name and its constant keyword arguments."""
+    found = []
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Call):
             constants = {
                 k.arg: k.value.value for k in node.keywords if k.arg is not None and isinstance(k.value, ast.Constant)
             }
-            yield node.lineno, ast.unparse(node.func), constants
+            found.append((node.lineno, ast.unparse(node.func), constants))
+    return found
 
 
 def test_nothing_is_unpickled() -> None:
