@@ -153,6 +153,7 @@ def test_a_finished_run_opens_with_its_numbers(watched: Watched, address: str, f
     assert page.url.endswith("?metric=ssim")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("watched", [390], indirect=True, ids=["narrow"])
 def test_no_view_is_wider_than_its_window(watched: Watched, address: str) -> None:
     for path in ("/", "/run/first", "/run/first/gallery", "/run/first/clients", "/compare"):
@@ -313,6 +314,7 @@ def test_rows_appear_without_reload(
         expect(page.get_by_text("Scenario", exact=True)).to_be_focused()
 
 
+@pytest.mark.full
 def test_a_lost_connection_is_shown_and_restored(watched: Watched, training: Run) -> None:
     with serving(training.folder.parent) as address:
         page = watched.open(f"{address}/run/working")
@@ -326,6 +328,7 @@ def test_a_lost_connection_is_shown_and_restored(watched: Watched, training: Run
     watched.told[:] = [words for words in watched.told if not re.search(LOST, words)]
 
 
+@pytest.mark.full
 def test_a_deleted_run_is_reported(watched: Watched, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "first", tmp_path / "runs" / "passing")
     with serving(tmp_path / "runs", seen_by=watched) as address:
