@@ -372,6 +372,8 @@ class Observer:
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # the graph has the app's calls only
+                return call(module, *args, **kwargs)
             now = self._now
             if now is None or now.back or torch._C._is_tracing() or _transforms():  # a trace would hold what is noted
                 if now is not None and now.back and not _transforms():
@@ -423,7 +425,7 @@ class Observer:
         @wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None or now.back:
+            if torch.compiler.is_compiling() or now is None or now.back:
                 return function(*args, **kwargs)
             now.back = True
             try:

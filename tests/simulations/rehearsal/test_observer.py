@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -75,10 +74,8 @@ def send(train: Callable[[], Tensor], observed: bool, to: Connection) -> None:
 
 def trained(train: Callable[[], Tensor], observed: bool) -> bytes:
     """The weights of a training in a process of its own."""
-    # Dynamo follows what it knows when it is imported: this one imports it under observation, a clean fork did before
-    context = get_context("spawn") if train is compiled_as_one_graph else CLEAN_FORK
-    here, there = context.Pipe()
-    process = context.Process(target=send, args=(train, observed, there))
+    here, there = CLEAN_FORK.Pipe()
+    process = CLEAN_FORK.Process(target=send, args=(train, observed, there))
     process.start()
     there.close()
     weights = here.recv_bytes()
