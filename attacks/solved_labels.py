@@ -29,8 +29,8 @@ PROVEN = 1e-4  # relative error from which on they explain the gradient
 class NotRestored(ValueError):
     """The labels cannot be restored, but a search may optimise them together with the examples."""
 
-    def __init__(self, why: object) -> None:
-        super().__init__(f"{why}; {OPTIMISED}")
+    def __str__(self) -> str:
+        return f"{super().__str__()}; {OPTIMISED}"
 
 
 Outputs = Callable[[Tensor], Tensor]  # the classifier's outputs (N, D) -> the network's outputs

@@ -100,10 +100,10 @@ def allowing(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool 
             f"--allow takes one package outside fedgauge, as Python imports it (repeat it for more), got {wrong[0]!r}"
         )
     before, path = {key: os.environ.get(key) for key in (ALLOW, ALLOW_PATH, PLUG_INS)}, list(sys.path)
-    os.environ[ALLOW] = ",".join(names)
-    os.environ[ALLOW_PATH] = os.pathsep.join(dict.fromkeys(str(folder.resolve()) for folder in folders))
-    os.environ[PLUG_INS] = "all" if plug_ins else "allowed"
     try:
+        os.environ[ALLOW] = ",".join(names)
+        os.environ[ALLOW_PATH] = os.pathsep.join(dict.fromkeys(str(folder.resolve()) for folder in folders))
+        os.environ[PLUG_INS] = "all" if plug_ins else "allowed"
         yield
     finally:
         sys.path[:] = path

@@ -39,9 +39,9 @@ def write_authority(folder: Path, hosts: Sequence[str] = (), mutual: bool = Fals
         key, hashes.SHA384()
     )
     for file in ("ca.crt", "server.crt"):
-        write_secret(folder / file, signed.public_bytes(serialization.Encoding.PEM), _PUBLIC)
+        write_new(folder / file, signed.public_bytes(serialization.Encoding.PEM), _PUBLIC)
     pem, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    write_secret(folder / "server.key", key.private_bytes(serialization.Encoding.PEM, pem, plain))
+    write_new(folder / "server.key", key.private_bytes(serialization.Encoding.PEM, pem, plain))
 
 
 def alternative_names(hosts: Sequence[str]) -> list[x509.GeneralName]:
@@ -56,8 +56,8 @@ def write_node_key(path: Path) -> None:
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    write_secret(path, private)
-    write_secret(path.with_name(f"{path.name}.pub"), public + f" {path.name}\n".encode(), _PUBLIC)
+    write_new(path, private)
+    write_new(path.with_name(f"{path.name}.pub"), public + f" {path.name}\n".encode(), _PUBLIC)
 
 
 def _alternative(host: str) -> x509.GeneralName:
@@ -69,7 +69,7 @@ def _alternative(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def write_secret(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a file that only its owner can read, from the moment it is created."""
+def write_new(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a new file with this mode from its creation; by default only its owner can read it."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)

@@ -9,6 +9,7 @@ A shortcut's block, GELU, SiLU or GroupNorm bends the equations; the same two se
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -542,7 +543,8 @@ def _read(stages: Sequence[_Stage], gradient: Update, params: Params, mean: Tens
 class recursive(ClosedForm):
     """One example from a chain of convolutions and fully connected layers, layer by layer by least squares (R-GAP).
 
-    Reads behind a clip of unknown scale. Under noise a short search by the update's likelihood follows.
+    Reads behind a clip of unknown scale. Under noise a short search by the update's likelihood follows, under
+    a Gaussian prior by class from auxiliary images.
     """
 
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
@@ -584,8 +586,9 @@ def _refined(
     low, high = known.normalise(torch.zeros(known.shape)).double(), known.normalise(torch.ones(known.shape)).double()
     prior = None
     if known.auxiliary is not None and not y.is_floating_point():
-        centre, fitted = class_means(known.public, y), GaussianPrior.fit(deviations(known.public))
-        prior = partial(mahalanobis, known, centre.flatten(1), fitted)
+        with suppress(ValueError):  # the auxiliary images do not differ
+            fitted = GaussianPrior.fit(deviations(known.public))
+            prior = partial(mahalanobis, known, class_means(known.public, y).flatten(1), fitted)
     x = start.clamp(low, high).requires_grad_()
     spent, best = 0, (math.inf, start)
     search = torch.optim.LBFGS(

@@ -79,7 +79,7 @@ class MainMetric(Measured):
 
     Args:
         metric, name: in the ledger, and as people write it.
-        margin: no guess beats every baseline by this much through luck.
+        margin: no guess beats every baseline by this much through luck, unless it counts few cells.
         beyond: the margin as a phrase.
         whole_as: how an example with the best value is reconstructed.
         by_cell: it counts an example's cells, of which luck may get all right if they are few.

@@ -18,10 +18,10 @@ def ray_access(folder: Path, hosts: Sequence[str] = ()) -> dict[str, str]:
         folder: a private folder of this user without them, which gets the token's file, and the key and certificates of TLS.
         hosts: names and addresses of a cluster's machines, in addition to the loopback's.
     """
-    from fedgauge.server.pki import write_authority, write_secret  # slow to load, and only a start of Ray needs them
+    from fedgauge.server.pki import write_authority, write_new  # slow to load, and only a start of Ray needs them
 
     token, tls = folder / "ray-token", folder / "ray-tls"
-    write_secret(token, secrets.token_hex(32).encode())
+    write_new(token, secrets.token_hex(32).encode())
     tls.mkdir(mode=0o700)
     write_authority(tls, hosts, mutual=True)
     return {

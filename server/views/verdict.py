@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from fedgauge.attacks.effort import ONCE
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.modality.registry import MEASURED, further_leaks
@@ -23,7 +24,7 @@ from fedgauge.server.views.tables import Column
 
 Kind = Literal["examples", "members", "epsilon"]
 CLOSED_FORM = "closed_form"  # key of what an attack without a search reads, where no attack of the plan shows a leak
-MOST_CELLS = 256  # of a row, up to which they are counted
+MOST_CELLS = 256  # of a row, below which they are counted
 WHOLE = 1e-3  # rounding of a number of cells
 SHORT = 50  # iterations of a search that `fedgauge app` shortened, below which its failure says nothing
 BY_LABELS = 0.25  # share that the labels alone may identify, where the other client has other labels
@@ -177,9 +178,12 @@ def _luck_of_cells(values: Floats, needed: Floats, guess: float, count: int) -> 
     """Return the probability that so many rows have the needed percentage of right cells, each right as often as a guess's."""
     from scipy.special import bdtrc, pdtrc
 
-    shares = np.unique(values)[:, None] / 100 * np.arange(1, MOST_CELLS)
+    different = np.unique(values)
+    if not count or len(different) > MOST_CELLS:
+        return 0.0
+    shares = different[:, None] / 100 * np.arange(1, MOST_CELLS)
     possible = (abs(shares - shares.round()) < WHOLE).all(0)
-    if not count or not possible.any():
+    if not possible.any():
         return 0.0
     cells = 1 + int(possible.argmax())  # the fewest that give these values
     lucky = bdtrc(np.ceil(cells * needed / 100 - WHOLE) - 1, cells, guess / 100)
@@ -313,14 +317,15 @@ def doubts(reading: RunSnapshot, kind: Kind) -> str:
     if kind == "examples" and (read := meta.get(CLOSED_FORM)):
         return f"at the initial weights, {read}"
     if kind == "examples" and meta.get("examples") == "observed" and (few := _iterations(reading)) < SHORT:
-        return f"searches of only {few} iterations were made, as the network is slow"
+        return f"no search had more than {few} iterations, as the network is slow"
     return UNFINISHED.get(reading.state, "")
 
 
 def _iterations(reading: RunSnapshot) -> int:
-    """Return the iterations of the shortest of the compared attacks."""
-    planned = reading.ledger.planned()
-    return min((planned[e.attack].budget.iterations for e in excesses(reading.scores)), default=SHORT)
+    """Return the iterations of the longest search among the compared attacks."""
+    planned = (reading.ledger.planned()[excess.attack] for excess in excesses(reading.scores))
+    searches = (attack.budget.iterations for attack in planned if attack.table["use"] not in ONCE)
+    return max(searches, default=SHORT)
 
 
 def _in_brackets(reason: str) -> str:

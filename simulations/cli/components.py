@@ -14,7 +14,7 @@ from fedgauge.attacks.learned.generators import GENERATOR
 from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.matching.priors import PRIOR
 from fedgauge.attacks.plan import ATTACK
-from fedgauge.client.components import ComponentKind, SpecError, is_own, resolve
+from fedgauge.client.components import ComponentKind, is_own, resolve
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.losses import LOSS
@@ -76,7 +76,7 @@ def _component(kind: str, entry: Entry) -> Component:
         return dataclasses.replace(listed, error="fedgauge also has a component of this name")
     try:
         target = resolve(table, kind, KINDS[kind])
-    except SpecError as error:
+    except Exception as error:  # such as a module of fedgauge whose library is not installed
         return dataclasses.replace(listed, error=str(error))
     words = " ".join((inspect.getdoc(target) or "").split("\n\n")[0].split())
     return dataclasses.replace(listed, target=target, description=words)

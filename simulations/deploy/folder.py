@@ -14,7 +14,7 @@ import tomli_w
 from rich.console import Console
 
 from fedgauge.client.components import SpecError
-from fedgauge.server.pki import alternative_names, write_authority, write_node_key, write_secret
+from fedgauge.server.pki import alternative_names, write_authority, write_new, write_node_key
 from fedgauge.server.pool.ray_security import ray_access
 from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.run import Run
@@ -76,14 +76,14 @@ class Deployment:
         (folder / "scenario.toml").write_text(checked.to_toml())
         write_authority(folder / "tls", hosts)
         for name in ("superexec", "dashboard", "ray"):
-            write_secret(folder / "secrets" / name, secrets.token_hex(32).encode())
+            write_new(folder / "secrets" / name, secrets.token_hex(32).encode())
         for client in range(clients):
             write_node_key(folder / "keys" / f"client-{client}")
             # a copy for the server's containers, which must not see the private keys
             shutil.copyfile(deployment.public_key(client), folder / "public" / deployment.public_key(client).name)
             deployment._write_client(client, checked, grading, sampling)
-        write_secret(folder / "ray" / "env", _ray_settings(folder / "ray", hosts).encode())
-        write_secret(folder / ".env", _settings(folder, clients).encode())
+        write_new(folder / "ray" / "env", _ray_settings(folder / "ray", hosts).encode())
+        write_new(folder / ".env", _settings(folder, clients).encode())
         (folder / "compose.override.yaml").write_text(override(clients))
         if os.getuid() == 0:  # the containers do not run as root
             for path in (*folder.rglob("*"), folder):  # the folder last: then only its new owner can enter it
@@ -176,7 +176,7 @@ class Deployment:
             "guard": {"inspect": "refuse"},
             **({"secure_sum": dict(together.real)} if (together := scenario.protocol.secure_sum) else {}),
         }
-        write_secret(folder / "client.toml", (_OWNER + tomli_w.dumps(tables)).encode())
+        write_new(folder / "client.toml", (_OWNER + tomli_w.dumps(tables)).encode())
 
 
 def _settings(folder: Path, clients: int) -> str:

@@ -169,18 +169,24 @@ def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
         accuracy = _over_seeds(every, "accuracy")
         cost = None if accuracy is None or first is None else 100 * (first - accuracy)
         attack, reached = _strongest(own, by)
-        line = {"defense": name, "strongest attack": attack, f"{by.name}, {by.unit} (interval)": reached}
-        line |= {head: number(_over_seeds(own, head), 1) for head in ("baseline", "limit")}
+        line = [("defense", name), ("strongest attack", attack), (f"{by.name}, {by.unit} (interval)", reached)]
+        line += [(head, number(_over_seeds(own, head), 1)) for head in ("baseline", "limit")]
         if compared:
-            line["bound"] = number(_over_seeds(own, "bound"), 1)
-            line["gap"] = number(min(_means(own, "gap").values(), default=None), 1)
-        line |= {head: _detected([r for r in every if r.metric == question]) for question, head in asked.items()}
-        line |= {MEASURED[leak].label: _leaked([r for r in every if r.metric == leak], leak) for leak in leaks}
+            line.append(("bound", number(_over_seeds(own, "bound"), 1)))
+            line.append(("gap", number(min(_means(own, "gap").values(), default=None), 1)))
+        line += [(head, _detected([r for r in every if r.metric == question])) for question, head in asked.items()]
+        line += [(MEASURED[leak].label, _leaked([r for r in every if r.metric == leak], leak)) for leak in leaks]
         # the largest: of several seeds' guarantees, only it holds for all
         epsilon = max((r.epsilon for r in every if r.epsilon is not None), default=None)
-        line |= {"epsilon": number(epsilon, None), "accuracy": percent(accuracy, space=" "), "cost": number(cost, 0)}
+        line += [
+            ("epsilon", number(epsilon, None)),
+            ("accuracy", percent(accuracy, space=" ")),
+            ("cost", number(cost, 0)),
+        ]
         lines.append(line)
-    return Table.texts("", [*lines[0]] if lines else [], [[*line.values()] for line in lines])
+    return Table.texts(
+        "", [head for head, _ in lines[0]] if lines else [], [[text for _, text in line] for line in lines]
+    )
 
 
 def summary_as_markdown(found: Sequence[SweepRow], defenses: Sequence[str]) -> str:

@@ -114,8 +114,7 @@ def test_without_evidence_every_bound_is_zero() -> None:
     assert bound.epsilon == bound.gaussian == bound.normal == 0
 
 
-@FULL
-@pytest.mark.parametrize("mu", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("mu", [pytest.param(0.5, marks=FULL), 1.0, pytest.param(3.0, marks=FULL)])
 def test_a_gaussian_mechanism_is_exceeded_in_one_of_twenty_runs_at_most(mu: float) -> None:
     """The likelihood ratio of N(mu, 1) and N(0, 1), for 300 coins in each of 400 runs."""
     rng, above, sums = generator("gaussian mechanism", mu), [0, 0], [0.0, 0.0]

@@ -71,7 +71,7 @@ def shorten(ledger: Ledger) -> None:
         (meta(), {}, "", False),
         (meta(), {"flat": True}, NO_DERIVATIVE, False),
         (leave_one_ungraded, {}, "1 reconstruction not graded", False),
-        (shorten, {}, "searches of only 10 iterations", False),
+        (shorten, {}, "no search had more than 10 iterations", False),
         (queue_one, {}, "1 attack not ended", True),
         (meta(), {"lost": True}, "1 of 52 attacks failed: random_image (1 x): WorkerCrashed: gone", True),
         (meta(replay="mismatch"), {}, "the replay check failed", True),

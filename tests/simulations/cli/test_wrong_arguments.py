@@ -36,7 +36,7 @@ FORMS: dict[str, tuple[str, ...]] = {
 ALWAYS = ("missing", "text", "binary", "below a file")
 CASES = [(form, place) for form, places in FORMS.items() for place in (*ALWAYS, *places)]
 CASES += [("watch PLACE", place) for place in ("missing", "text", "below a file")]
-CASES += [("init PLACE", place) for place in ("text", "folder", "below a file")]
+CASES += [("init PLACE", place) for place in ("text", "folder", "below a file", "in no folder")]
 CASES += [("app PLACE", place) for place in ("missing", "text", "folder", "below a file")]
 CASES += [("compare PLACE", place) for place in (*ALWAYS, "folder")]
 WRITTEN = ("export good -o PLACE", "app good --draft PLACE", "gate good --junit PLACE", "reproduce spear -o PLACE")
@@ -59,7 +59,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     db.close()
     (named["damaged"] / "ledger.sqlite").write_bytes(b"no ledger" * 1000)
     (named["lost"] / "ledger.sqlite").unlink()
-    return {**named, "below a file": named["text"] / "x", "good": good}
+    return {**named, "below a file": named["text"] / "x", "in no folder": folder / "none" / "x", "good": good}
 
 
 def ended(arguments: list[str]) -> int | str | None:

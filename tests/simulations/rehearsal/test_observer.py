@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import pytest
@@ -72,10 +74,10 @@ def send(train: Callable[[], Tensor], observed: bool, to: Connection) -> None:
     to.send_bytes(result.numpy().tobytes())
 
 
-def trained(train: Callable[[], Tensor], observed: bool) -> bytes:
+def trained(train: Callable[[], Tensor], observed: bool, context: BaseContext = CLEAN_FORK) -> bytes:
     """The weights of a training in a process of its own."""
-    here, there = CLEAN_FORK.Pipe()
-    process = CLEAN_FORK.Process(target=send, args=(train, observed, there))
+    here, there = context.Pipe()
+    process = context.Process(target=send, args=(train, observed, there))  # type: ignore[attr-defined]
     process.start()
     there.close()
     weights = here.recv_bytes()
@@ -94,3 +96,9 @@ def trained(train: Callable[[], Tensor], observed: bool) -> bytes:
 )
 def test_an_observed_training_gives_the_same_bits(train: Callable[[], Tensor]) -> None:
     assert trained(train, observed=True) == trained(train, observed=False)
+
+
+@pytest.mark.full
+def test_a_training_that_imports_the_compiler_under_observation_gives_the_same_bits() -> None:
+    fresh = get_context("spawn")
+    assert trained(compiled_as_one_graph, True, fresh) == trained(compiled_as_one_graph, False, fresh)

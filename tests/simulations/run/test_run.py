@@ -94,7 +94,7 @@ def run_small(folder: Path) -> None:
                     commands.add(Path(f"/proc/{pid}/cmdline").read_bytes())
                     tokens.add(Path(psutil.Process(pid).environ()["RAY_AUTH_TOKEN_PATH"]).read_bytes())
             listens |= listening(pids)
-            time.sleep(2)
+            time.sleep(0.5)
         told, errors = running.communicate()
     assert running.returncode == 0, errors
     last = told.strip().splitlines()[-1]

@@ -55,9 +55,9 @@ Made = Callable[[object], tuple[Run, Scenario]]
 
 
 @pytest.fixture(autouse=True)
-def all_services_but_one_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one has a process of its own, as users' runs have."""
-    if "dies" not in request.node.name:
+def most_services_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have a process of their own, as users' runs have."""
+    if not any(words in request.node.name for words in ("dies", "second_ctrl_c")):
         monkeypatch.setattr("fedgauge.simulations.run.launch.OwnProcess", ForkedProcess)
 
 
