@@ -69,10 +69,6 @@ def test_a_query_that_cannot_be_is_refused_by_name(get: Get, query: str, named: 
     assert named in get(f"/api/runs/complete/{query}", 400)["error"]
 
 
-def test_too_many_runs_are_refused(get: Get) -> None:
-    assert "at most 24 runs" in get("/api/compare?runs=" + ",".join(map(str, range(30))), 400)["error"]
-
-
 def test_damaged_foreign_locked_and_newer_ledgers_are_named(folder: Path, get: Get) -> None:
     for name in ("foreign", "damaged", "newer", "locked"):
         shutil.copytree(folder / "complete", folder / name)

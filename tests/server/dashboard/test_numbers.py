@@ -16,7 +16,6 @@ from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, expected_jobs
-from fedgauge.server.views.compare import differences
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.verdict import verdict_of
@@ -85,21 +84,6 @@ def test_filters_and_pages_show_each_example_once(get: Get, monkeypatch: pytest.
     assert get("/api/runs/complete/gallery")["round"] == 2, "the latest where none is asked for"
 
 
-@pytest.mark.parametrize(("metric", "worst"), [("psnr", max), ("mse", min)])
-def test_the_clients_view_has_the_worst_case_of_each_client(
-    get: Get, attacked_run: Run, metric: str, worst: Callable[..., float]
-) -> None:
-    rows = records(get(f"/api/runs/complete/clients?metric={metric}")["table"])
-    with attacked_run.ledger() as ledger:
-        scores = [r for r in ledger.scores(metric) if r["attack"] == "inverting_gradients" and r["value"] is not None]
-    for row in rows[:-1]:
-        own = [r["value"] for r in scores if r["client"] == row["client"]]
-        assert row["worst"] == pytest.approx(worst(own), rel=1e-4)
-    leaks = [row["worst"] for row in rows[:-1]]
-    assert leaks == sorted(leaks, reverse=metric == "psnr")
-    assert (rows[-1]["client"], rows[-1]["worst"]) == (2, None), "of whom nothing is known, last"
-
-
 def test_runs_are_compared(
     folder: Path, get: Get, make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run]
 ) -> None:
@@ -148,18 +132,6 @@ def test_every_point_has_its_epsilon(
         ledger.record_round(4, 0.4, 2.0, 1.0, 0.01)
     silent = privacy_statement(chosen.federation, {1: 4}, 1e-4)
     assert get("/api/runs/private/overview")["privacy"]["record"] == pytest.approx(silent.record, rel=1e-4)
-
-
-def test_differences_name_each_setting_by_its_place() -> None:
-    one = {"rounds": 3, "chain": [{"use": "clip", "max_norm": 1.0}, {"use": "sgd"}], "data": {"use": "mnist"}}
-    other = {
-        "rounds": 3,
-        "chain": [{"use": "clip", "max_norm": 2.0}, {"use": "sgd"}],
-        "data": {"use": "mnist", "alpha": 1},
-    }
-    found = differences({"one": one, "other": other})
-    assert found.rows == [["chain.0.max_norm", "1.0", "2.0"], ["data.alpha", None, "1"]]
-    assert found.caption.endswith("4 others agree")
 
 
 @pytest.mark.parametrize(

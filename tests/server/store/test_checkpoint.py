@@ -416,26 +416,6 @@ class Drawing(FedAvg):
         self.rng = random.Random(1)
 
 
-UNSAVABLE = {
-    "a generator": random.Random(1),
-    "a set": {1, 2},
-    "bytes": b"x",
-    "text in an array": np.array(["a"]),
-    "objects": np.array([None]),
-    "complex": np.zeros(1, np.complex64),
-    "foreign order": np.zeros(2, ">f4"),
-    "a key": {1.5: 1},
-    "a closure": Drawing().rng.random,
-}
-
-
-@pytest.mark.parametrize("what", UNSAVABLE)
-def test_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path, what: str) -> None:
-    with pytest.raises(NotResumable, match=r"deep\['x'\](\[0\])?"):
-        Checkpoint(1, {}, {}, {"deep": {"x": [UNSAVABLE[what]]}}, ()).write(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_strategy_that_cannot_be_saved_trains_on_and_is_refused_later(
     kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 
-from fedgauge.client.files import replacing
 from fedgauge.server.app import federate
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
 from fedgauge.server.store import checkpoint, tape
-from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.run.in_memory import train
 from tests.forks import forked
@@ -97,24 +94,3 @@ def test_a_real_limit_of_the_system_is_survived(kit: Any, tmp_path: Path) -> Non
         assert ("checkpoint", 2) in {(problem.code, problem.round) for problem in ledger.problems()}
     assert checkpoint.Checkpoint.read(run.folder) is None
     assert not [p for p in run.folder.rglob(".part-*")], "what was written half is private, too"
-
-
-def write_limited(folder: Path) -> None:
-    """Exit with 1 if a ledger's creation is no error in words, with 2 if a file's names no file."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    try:
-        Ledger(folder / "ledger.sqlite", create=True)
-    except LedgerError:
-        try:
-            with replacing(folder / "report.html") as file:
-                file.write(b" " * 50_000)
-        except OSError as error:
-            sys.exit(0 if error.filename == str(folder / "report.html") else 2)
-    sys.exit(1)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits a process's files by RLIMIT_FSIZE")
-def test_what_could_not_be_written_is_named(tmp_path: Path) -> None:
-    child = forked(write_limited, tmp_path)
-    child.join()
-    assert child.exitcode == 0

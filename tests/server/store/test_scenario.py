@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.scenario import (
-    AuditOptions,
     Scenario,
-    SimulationOptions,
-    TapeOptions,
     apply_setting,
     attack_from,
 )
@@ -33,17 +30,6 @@ def write(folder: Path, tables: dict[str, Any]) -> Path:
 
 
 # ----------------------------------------------------------------------------------------------------- what it becomes
-
-
-def test_a_scenario_with_nothing_but_the_protocol_has_defaults(kit: Any) -> None:
-    tables = kit.tables()
-    del tables["attack"], tables["audit"]
-    scenario = Scenario.from_tables(tables)
-    assert scenario.strategy == {"use": "FedAvg"}
-    assert scenario.audit == AuditOptions(curious=True, executor="ray", workers=1)
-    assert scenario.tape == TapeOptions("all")
-    assert scenario.simulation == SimulationOptions(2, 600.0)
-    assert (scenario.plan.rounds, scenario.plan.every, scenario.plan.clients, scenario.plan.wave) == (None, 1, None, 8)
 
 
 def test_the_attackers_seed_is_the_federations_unless_it_has_its_own(kit: Any) -> None:
@@ -232,17 +218,6 @@ def test_a_setting_without_a_place_is_refused(kit: Any, setting: str) -> None:
         apply_setting(tables, setting)
     assert str(mistake.value).startswith(f"--set {setting}: ")
     assert tables == kit.tables()
-
-
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=st.text("chaindt.0129²-_ \"'[]", max_size=12), value=st.text(max_size=8))
-def test_any_text_is_a_setting_or_a_mistake_in_words(kit: Any, path: str, value: str) -> None:
-    words = "--set was accepted"
-    try:
-        apply_setting(kit.tables(), f"{path}={value}")
-    except SpecError as error:
-        words = str(error)
-    assert words.startswith("--set ")
 
 
 def test_settings_are_checked_like_the_file(kit: Any, tmp_path: Path) -> None:

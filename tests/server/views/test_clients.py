@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from fedgauge.server.views.leak_tables import clients
 from fedgauge.server.views.snapshot import read_once
 from tests.server.views.graded_runs import graded
@@ -17,6 +19,8 @@ def worst(folder: Path, metric: str, **changes: object) -> list[tuple[object, ob
 
 def test_rows_are_the_worst_case_of_each_client(tmp_path: Path) -> None:
     assert worst(tmp_path / "run", "psnr") == [(c, 31.0 + c, 3) for c in (2, 1, 0)]
+    errors = worst(tmp_path / "errors", "mse")
+    assert errors == [(c, pytest.approx(10 ** (-3.1 - c / 10)), 3) for c in (2, 1, 0)], "the smallest, and no limit"
 
 
 def test_a_client_without_a_grade_is_last_and_baselines_are_no_leak(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -87,14 +86,6 @@ class Colour(nn.Module):
         return logits
 
 
-class Larger(Good):
-    """Was written for larger images: the last layer does not fit."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.head = nn.Linear(4 * 64, classes)
-
-
 class Listed(Good):
     """Keeps its parameters in a list."""
 
@@ -130,16 +121,6 @@ class Each(UpdateTransform):
 def scaled_by_a_float() -> UpdateTransform:
     """Clips by a Python number."""
     return Each(lambda t, update, _: t * min(1.0, 1.0 / float(norm(update))))
-
-
-def branching() -> UpdateTransform:
-    """Decides by a value."""
-    return Each(lambda t, update, _: t if norm(update) < 1e-3 else t / norm(update))
-
-
-def by_numpy() -> UpdateTransform:
-    """Computes outside torch."""
-    return Each(lambda t, *_: torch.from_numpy(np.tanh(t.detach().numpy())))
 
 
 def drawing_by_itself() -> UpdateTransform:

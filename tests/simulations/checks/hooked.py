@@ -60,8 +60,6 @@ def network(shape, classes):
 
 def cost(logits, y):
     here("loss")
-    if chosen("loss of the test examples") and len(logits) == 20:
-        raise Mishap("raised by loss of the test examples")
     return F.cross_entropy(logits, y)
 
 
@@ -97,9 +95,6 @@ class guess(Attack):
         here("attack built")
 
     def reconstruct(self, wave, known, budget, streams):
-        here("reconstruct")
-        if chosen("reconstruct of another type"):
-            return None
         return [
             Reconstruction(torch.rand(known.batch_size, *known.shape, generator=s("x")), None, 0.5, 1, 0.1, "converged")
             for s in streams

@@ -40,7 +40,6 @@ def defense(name: str, **table: Any) -> dict[str, Any]:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # what is brought, and what the sentence names
     "shape": (model("Colour"), "'body.0' (Conv2d)"),
-    "size": (model("Larger"), "'head' (Linear)"),
     "logits": (model("Fewer"), "(4, 7)"),
     "second argument": (model("Masked"), "(x, mask)"),
     "list": (model("Listed"), "'head.weight'"),
@@ -58,9 +57,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # what is brought, and what 
 WARNED: dict[str, tuple[dict[str, Any], str]] = {
     "softmax": (model("Softmax"), "softmax"),
     "float": (defense("scaled_by_a_float"), "differentiate"),
-    "float each": (defense("scaled_by_a_float", each=True), "differentiate"),
-    "branch": (defense("branching"), "differentiate"),
-    "numpy": (defense("by_numpy"), "differentiate"),
     "noise": (defense("undeclared_noise"), "without a generator"),
     "detached": (defense("detached"), "derivative"),
     "overwrites": (defense("overwriting"), "(overwriting)"),

@@ -41,10 +41,6 @@ class Drawing(Good):
     def forward(self, x):
         return F.dropout(super().forward(x), 0.5, training=True)
 
-class Fewer(Good):
-    def __init__(self):
-        super().__init__(7)
-
 class Pair(Good):
     def forward(self, x):
         return super().forward(x), x
@@ -129,7 +125,6 @@ def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -
     [
         ({"use": "doctored:Dropped", "mode": "train"}, "second derivative", "draws"),
         ({"use": "doctored:Drawing"}, "second derivative", "draws"),
-        ({"use": "doctored:Fewer"}, "model", "logits"),
         ({"use": "doctored:Pair"}, "model", "no logits"),
         ({"use": "doctored:Single"}, "second derivative", "derivative"),
         ({"use": "doctored:Detached"}, "second derivative", "derivative"),

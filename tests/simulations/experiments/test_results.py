@@ -109,14 +109,6 @@ def test_a_file_of_anything_else_is_refused(tmp_path: Path, changes: dict[str, A
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("text", ["figures", "[]", '{"rows": []}'])
-def test_foreign_files_are_refused_with_status_2(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "figures.json"
-    path.write_text(text)
-    assert main(["reproduce", "dlg", "--n", "1", "--budget", "1", "-o", str(path)]) == 2
-    assert path.read_text() == text
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("toys")
 def test_cells_in_processes_give_the_same_figures(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Attacks on a setup: waves, knowledge and floors."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +10,6 @@ from fedgauge.attacks.base import Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.attacks.source import FederationSource
-from fedgauge.client.data.corpora import Text
-from fedgauge.simulations.experiments import run_attack as attacking
 from fedgauge.simulations.experiments.paper_table_files import restrict, with_submissions
 from fedgauge.simulations.experiments.reproduce import reproduce
 from fedgauge.simulations.experiments.run_attack import compared_figures, run_attack
@@ -20,10 +17,8 @@ from fedgauge.simulations.experiments.setups import build_setup
 from tests.simulations.experiments.small_tables import (
     ANALYTIC,
     SGD,
-    known_to_the_server,
     only,
     paper_table,
-    sentences,
     truth_of,
 )
 
@@ -104,19 +99,3 @@ def test_a_defense_of_the_examples_has_a_second_truth() -> None:
     assert found.psnr.max() < 40
     rows = {row.metric: row.here for row in compared_figures(cell, cell.attacks[0], found, {}, "")}
     assert rows["psnr_augmented"] == PSNR_CAP and rows["psnr"] is not None and rows["psnr"] < 40
-
-
-def test_the_floor_of_words_is_what_frequencies_give() -> None:
-    """With the lengths given, a place is right as often as auxiliary text has its word."""
-    cell = only(sentences(attack={"lengths": "given"}, n=40))
-    setup = build_setup(cell, 0)
-    assert known_to_the_server(setup).auxiliary is not None and isinstance(setup.auditor.modality.dataset, Text)
-    tokenizer = setup.auditor.modality.dataset.tokenizer
-    special = torch.tensor(sorted(tokenizer.special))
-    said = known_to_the_server(setup).auxiliary.x[~torch.isin(known_to_the_server(setup).auxiliary.x, special)]
-    shares = torch.bincount(said, minlength=tokenizer.size) / len(said)
-    expected = [shares[x[~torch.isin(x, special)]].mean() for x in (t.x for t in truth_of(setup))]
-    mean = 100 * float(torch.stack(expected).mean())
-    floor = attacking._floor(cell.attacks[0], setup)["token_accuracy"]
-    count = 40 * 5 * attacking.RANDOM_DRAWS  # five words a sentence or more
-    assert floor == pytest.approx(mean, abs=4 * 100 * math.sqrt(mean / 100 / count))

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 
 from fedgauge.client.components import SpecError
 from fedgauge.client.data.batches import batch_of
-from fedgauge.client.data.corpora import phrases
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.gradient import gradient
 from fedgauge.client.models.losses import next_token
@@ -135,33 +134,6 @@ def test_checkpoints_come_from_the_local_data_folder(no_local_data: Path) -> Non
     save_file(state, no_local_data / "w.safetensors")
     params = build_setup(cell, 0).observations[0].params
     assert all(torch.equal(params[k], state[k]) for k in state)
-
-
-def test_a_defense_of_the_model_and_one_that_asks_for_it_are_staged() -> None:
-    chain = [{"use": "soteria", "rate": 0.5}, SGD]
-    model = {
-        "use": "mlp",
-        "hidden": [32, 32],
-        "defense": [{"use": "precode", "latent": 4}],
-    }
-    setup = build_setup(only(paper_table(chain=chain, cell={"model": model})), 0)
-    update = setup.observations[0].update
-    assert any(t.shape[0] == 2 * 4 for t in update.values()), "the bottleneck's means and deviations"
-    assert any(float((t == 0).all(0).double().mean()) >= 0.5 for t in update.values() if t.ndim == 2), "pruned columns"
-
-
-def test_a_scene_of_text_is_the_first_sentences_and_what_clients_make_of_them() -> None:
-    data = phrases(length=10, vocabulary=500)
-    setup = build_setup(only(sentences({"batch_size": 2, "first": 3})), seed=2)
-    assert torch.equal(torch.cat([t.x for t in truth_of(setup)]), data.x_test[3:11])
-    assert known_to_the_server(setup).lengths is None
-    assert known_to_the_server(setup).auxiliary is not None and torch.equal(
-        known_to_the_server(setup).auxiliary.x, data.x[-200:]
-    )
-    for seen, truth in zip(setup.observations, truth_of(setup), strict=True):
-        plain = gradient(known_to_the_server(setup).model)(seen.params, truth, None)
-        for name in plain:
-            torch.testing.assert_close(seen.update[name], -0.5 * plain[name])
 
 
 def test_clients_that_predict_words_minimise_the_words_surprise() -> None:

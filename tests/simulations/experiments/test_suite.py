@@ -79,8 +79,6 @@ def test_a_test_of_membership_runs_where_members_are_detected_and_other_attacks_
 
 # ------------------------------------------------------------------------------------------------------ real figures
 
-PART = ["reproduce", "suite", "--cells", "prune", "--n", "1", "--budget", "2"]
-
 
 def test_the_kept_figures_are_of_todays_suite() -> None:
     ours, table = read_results(next(PAPERS.glob("*/results/suite_small.json"))), load("suite_small")
@@ -111,30 +109,6 @@ def test_the_pages_own_attack_runs_in_the_suite(
     less = ["--n", "1", "--budget", "2"]
     assert main([*attack, "--cells", "images B=1, prune", "--attacks", "descent", *less]) == 0
     assert "descent" in capsys.readouterr().out
-
-
-OWN = """
-from dataclasses import dataclass
-
-from fedgauge.attacks.base import Attack
-
-
-@dataclass(frozen=True)
-class broken(Attack):
-    def reconstruct(self, wave, known, budget, streams):
-        return [1 / 0 for _ in streams]
-"""
-
-
-def test_what_a_submitted_file_does_wrong_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "own_file.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    words = ["--allow", "own_file", "--attack", "own_file:broken", "--attacks", "broken"]
-    assert main([*PART, *words]) == 2
-    error = capsys.readouterr().err
-    assert "ZeroDivisionError" in error and "Traceback" not in error
 
 
 @pytest.fixture(scope="module")

@@ -4,16 +4,14 @@ import csv
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.simulations.experiments.results import ResultsFile
 from fedgauge.simulations.experiments.sweep_file import Sweep
-from fedgauge.simulations.experiments.sweep_rows import SweepRow, _strongest, summary_as_markdown, write_tables
+from fedgauge.simulations.experiments.sweep_rows import SweepRow, summary_as_markdown, write_tables
 
 
 def row(defense: str, attack: str, seed: int, **values: Any) -> SweepRow:
@@ -87,18 +85,3 @@ def test_membership_is_next_to_the_strongest_attack_and_is_never_it() -> None:
         "| none | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | 0.98; 75 % detected | – | 80 % | 0 |",
         "| noise | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | no test gave a number | – | 80 % | 0 |",
     ]
-
-
-def test_the_strongest_attack_is_that_of_the_comparison_whichever_way_a_metric_leaks() -> None:
-    """One rule for every view: the mean that leaks most, here the smallest error."""
-    found = [row("none", "a", 0, mean=0.3, augmented=0.1), row("none", "b", 0, mean=0.2, augmented=0.25)]
-    error = replace(ImageModality.main, higher_is_better=False)
-    assert _strongest(found, error) == ("`b`", "0.2 (18.0 to 22.0); 0.1 to what was trained on, by `a`")
-
-
-def test_dataset_membership_is_next_to_batch_membership() -> None:
-    held = {"metric": "dataset_membership", "baseline": 0.5, "low": None, "high": None}
-    found = [row("none", "a", 0), row("none", "over", 0, mean=0.8, detected=0.25, **held)]
-    header, _, line = summary_as_markdown(found, []).splitlines()
-    assert "| in the batch | in the client's data |" in header
-    assert line == "| none | `a` | 20.0 (18.0 to 22.0) | 11.0 | – | not tested | 0.80; 25 % detected | – | 80 % | 0 |"

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from html.parser import HTMLParser
@@ -13,7 +12,6 @@ from fedgauge.simulations.reports.report import write_report
 from tests import small_runs
 
 HOSTILE = "<script>alert('reason')</script> & <b>bold</b>"
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NOISY = [
     {"use": "clip", "max_norm": 1.0, "each": True},
     {"use": "gaussian", "sigma": 0.2},
