@@ -1,43 +1,19 @@
 """A deployed client: the server's word and its limits, and what is drawn in secret."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fedgauge.client.deployment import deployed_client
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner_file import OwnerConfig
-from fedgauge.client.deployment.server_model import NOT_BUILT
 from fedgauge.client.deployment.server_terms import RequestRefused, ServerTerms
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator
 from fedgauge.defenses.accounting import privacy_statement
-from fedgauge.defenses.clip import clip
 from tests.client.deployment.conftest import DATA, MLP, SERVERS, SGD, Write, terms
-
-
-def test_a_protocol_cannot_weaken_the_chain_or_name_the_data(write: Write) -> None:
-    strict = [{"use": "clip", "max_norm": 0.5, "each": True}, SGD]
-    own = DeployedClient.of(
-        OwnerConfig.load(write(chain=strict)),
-        terms(
-            chain=[{**SGD, "rate": 100.0}],
-            data={"use": "mnist5k", "batch_size": 1},
-            loss={"use": "mean_squared_error"},
-        ),
-    )
-    assert own.chain.local.rate == 0.1
-    assert own.chain.links[0].inner == clip(max_norm=0.5)  # type: ignore[union-attr]
-    assert own.shards.batch_size == 4
-    assert own.loss is torch.nn.functional.cross_entropy
-    params, buffers = own.initial()
-    batch = own.owner.batch(own.draw(1))
-    update = own.compute(params, buffers, batch, {})
-    assert torch.stack([t.square().sum() for t in update.values()]).sum().sqrt() <= 0.1 * 0.5 * 1.0001
 
 
 @pytest.mark.parametrize(
@@ -49,35 +25,9 @@ def test_a_protocol_that_is_none_is_refused(changes: str | dict[str, Any]) -> No
         ServerTerms.parse(text)
 
 
-NETS = """
-from torch import nn
-
-def small(shape, classes: int, width: int = 3) -> nn.Module:
-    channels, height, wide = shape
-    return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * wide, width), nn.Linear(width, classes))
-"""
-
-
-def test_a_model_of_a_package_is_built_where_the_owner_allows_that_package(write: Write, tmp_path: Path) -> None:
-    (tmp_path / "ownersnets.py").write_text(NETS)
-    mine = {"use": "ownersnets:small", "width": 5}
-    with pytest.raises(RequestRefused) as refused:
-        DeployedClient.of(OwnerConfig.load(write()), terms(model=mine))
-    assert str(refused.value) == NOT_BUILT and "ownersnets" in refused.value.for_owner
-    own = DeployedClient.of(OwnerConfig.load(write(allow=["ownersnets"])), terms(model=mine))
-    assert [tuple(p.shape) for p in own.model.parameters()] == [(5, 784), (5,), (10, 5), (10,)]
-
-
 def test_a_client_beyond_the_protocols_is_none_of_it(write: Write) -> None:
     with pytest.raises(RequestRefused):
         DeployedClient.of(OwnerConfig.load(write(client=7)), terms())
-
-
-def test_agreed_sampling_draws_the_simulations_rows(write: Write) -> None:
-    own = DeployedClient.of(OwnerConfig.load(write(data={**DATA, "sampling": "agreed"})), terms())
-    simulation = Federation(Protocol.from_tables(SERVERS))
-    for round in (1, 2, 5):
-        assert own.draw(round) == simulation.rows_at(1, round).tolist()
 
 
 def test_secret_sampling_draws_from_the_own_shard_and_never_the_same_again(write: Write) -> None:
@@ -124,26 +74,6 @@ def test_noise_is_drawn_anew_whatever_the_seed(write: Write) -> None:
         assert not any((a[k] == b[k]).all() for k in a)
         difference = torch.cat([(a[k] - b[k]).flatten() for k in a])
         assert abs(float(difference.std()) - 2**0.5) < 0.05, "independent, each of standard deviation 1"
-
-
-def test_draws_of_a_link_that_are_seen_lead_to_no_others(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a mask's zeros a server computed a generator's state, and from it the noise before the mask."""
-    bounded = [SGD, {"use": "clip", "max_norm": 1.0}, {"use": "quantize", "bits": 4}]
-    links = [*bounded, {"use": "gaussian", "sigma": 20.0}, {"use": "mask", "keep": 0.5}]
-    own = DeployedClient.of(OwnerConfig.load(write(chain=links)), terms())
-    batch, made = own.owner.batch(own.draw(1)), []
-
-    def known() -> torch.Generator:
-        made.append(torch.Generator().manual_seed(0))
-        return made[-1]
-
-    monkeypatch.setattr(deployed_client, "secret_generator", known)
-    first, again = (own.compute(*own.initial(), batch, {}) for _ in range(2))
-    for k, t in first.items():
-        assert torch.equal(t == 0, again[k] == 0), "the masks are equal, as their generators are"
-        assert not torch.equal(t, again[k]), "and the noise is not"
-    used = [rng for rng in made if not torch.equal(rng.get_state(), torch.Generator().manual_seed(0).get_state())]
-    assert len(used) == 2 * 2, "quantize and mask each draw from one of their own"
 
 
 def test_a_secret_generator_has_more_than_the_32_bits_of_a_seed() -> None:

@@ -1,4 +1,4 @@
-"""A guard that inspects: the owner is told, the server gets the usual answer, and what is remembered lies with the client."""
+"""A guard that inspects: what the owner's file names, and what the client's folder remembers."""
 
 from pathlib import Path
 
@@ -7,11 +7,8 @@ from torch import Tensor
 
 from fedgauge.client.deployment.owner_file import GuardPolicy, OwnerConfig
 from fedgauge.client.deployment.state_folder import ClientFolder
-from fedgauge.client.inspection.policy import FIRST_NETWORK, InspectionPolicy, fingerprint
+from fedgauge.client.inspection.policy import FIRST_NETWORK, InspectionPolicy
 from fedgauge.client.models.vision import convnet, detached_params
-from fedgauge.client.transforms import TransformState
-from fedgauge.client.update import Params
-from tests.conftest import MakeFederation
 
 
 def network() -> convnet:
@@ -21,30 +18,6 @@ def network() -> convnet:
 
 def swapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {k: t.flip(0) if k.startswith("linear") else t for k, t in state.items()}
-
-
-# -------------------------------------------------------------------------------------------------- in this project's app
-
-
-def test_a_client_of_a_simulation_asks_in_one_call(make_federation: MakeFederation) -> None:
-    fed = make_federation(model={"use": "convnet", "width": 4})
-    params, _ = fed.initial()
-    told: list[str] = []
-    memory: TransformState = {}
-
-    def ask(inspection_policy: InspectionPolicy, round: int, weights: Params) -> str:
-        results = inspection_policy.findings(fed.model, weights, round, memory)
-        told.append(inspection_policy.report(results, round))
-        assert bool(results.alarms) == (results.suspicion >= 1) == bool(told[-1])
-        return inspection_policy.withhold(results)
-
-    assert ask(InspectionPolicy("off"), 1, params) == ""
-    assert memory == {}
-    assert ask(InspectionPolicy("refuse"), 1, params) == ""
-    assert "linear.weight" in ask(InspectionPolicy("refuse"), 2, swapped(params))
-    assert ask(InspectionPolicy("warn"), 3, swapped(params)) == ""
-    assert [line.split(":")[0] for line in told] == ["", "", "round 2", "round 3"]
-    assert bytes(memory[FIRST_NETWORK].tolist()).decode() == fingerprint(fed.model)
 
 
 def owner(guard: str) -> OwnerConfig:

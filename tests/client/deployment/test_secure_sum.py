@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
-from fedgauge.client.collusion import Tolerance
 from fedgauge.client.deployment.secure_sum import (
     LEVELS,
     MOST_EXAMPLES,
@@ -29,7 +28,6 @@ from fedgauge.client.deployment.secure_sum import (
     _tag,
 )
 from fedgauge.client.deployment.shared_secrets import (
-    PRIME,
     SECRET,
     evaluate_polynomial,
     expand_seed,
@@ -126,15 +124,6 @@ def test_any_threshold_of_the_shares_gives_the_secret_and_one_fewer_does_not(
         assert shamir_combine({x: shares[x] for x in chosen[: threshold - 1]}) != secret
 
 
-def test_the_field_is_prime_and_holds_every_secret() -> None:
-    """Lucas and Lehmer's test: 2^521 - 1 is prime, as s_(519) = 0 of s_0 = 4, s_(i+1) = s_i^2 - 2."""
-    s = 4
-    for _ in range(519):
-        s = (s * s - 2) % PRIME
-    assert s == 0
-    assert 2 ** (8 * SECRET) < PRIME < 2 ** (8 * SHARE)
-
-
 # ---------------------------------------------------------------------------------------------------------- masks, points
 
 
@@ -205,19 +194,6 @@ def test_the_sum_is_the_plain_sum_of_the_integers() -> None:
     assert found.mean == pytest.approx(weights @ clipped / weights.sum(), abs=FIVE.clip / LEVELS)
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("gone", range(10, 15))
-@pytest.mark.parametrize("step", QUESTIONS)
-def test_any_one_of_five_may_drop_out_at_any_point(gone: int, step: str) -> None:
-    """After the keys were exchanged ("share"), after the shares were ("mask"), before and after both."""
-    held = updates()
-    group = Group(FIVE, held)
-    found = group.sum({step: {gone}})
-    inside = [m for m in held if m != gone or step in ("confirm", "unmask")]
-    assert found.members == tuple(inside)
-    assert (unmasked(group, found) == plain_sum(FIVE, held, inside)).all()
-
-
 @given(count=st.integers(2, 6), size=st.integers(0, 5), seed=st.integers(0, 99), data=st.data())
 @settings(max_examples=40)
 def test_clients_that_drop_out_wherever_it_is_exact_or_refused(count: int, size: int, seed: int, data: Any) -> None:
@@ -269,14 +245,6 @@ def test_a_single_clients_vector_is_uniform_to_the_server(drawn: None) -> None:
     assert not uniform((np.round(found.mean * 1e6) + 2**20).astype(np.uint64)), "and the sum is none"
 
 
-def secrets_told(group: Group, n: int) -> tuple[int, int]:
-    """How many shares of client number n's seed and key the server has been told."""
-    survivors = [a for a in group.told["unmask"].values()]
-    request = next(iter(group.asked["confirm"].values()))
-    told = sum(n in (a["owners"] or []) for a in survivors)  # type: ignore[operator]
-    return (told, 0) if n in request["survivors"] else (0, told)  # type: ignore[operator]
-
-
 def test_with_all_that_it_learns_a_survivor_stays_under_its_pairs_masks(drawn: None) -> None:
     """Its own mask is known after the sum: what is left is uniform still, up to the sum of all, which is none of one."""
     group = Group(FIVE, LONG)
@@ -288,35 +256,6 @@ def test_with_all_that_it_learns_a_survivor_stays_under_its_pairs_masks(drawn: N
         assert uniform(left), m
 
 
-def test_a_vector_that_arrives_late_stays_under_its_own_mask(drawn: None) -> None:
-    """Its pairs' masks are known, as the server needed them without it; without b_u its vector would be plain."""
-    group = Group(FIVE, LONG)
-    late: dict[int, Record] = {}
-
-    def lose(step: str, answers: dict[int, Record]) -> dict[int, Record]:
-        if step == "mask":
-            late[12] = answers.pop(12)
-        return answers
-
-    found = group.sum(tamper=lose)
-    assert found.members == (10, 11, 13, 14)
-    member = ClientSession.kept(group.states[12])
-    assert member is not None
-    assert member.step == "mask", "it was never asked to unmask"
-    told = {
-        i: [int.from_bytes(s) for s in a["shares"]]
-        for i, a in zip((1, 2, 4, 5), group.told["unmask"].values(), strict=True)
-    }  # type: ignore[union-attr,arg-type]
-    assert shamir_combine({i: s[-1] for i, s in told.items()}) == int.from_bytes(member.mask_key), (
-        "the server knows this one"
-    )
-    masked = np.asarray(late[12]["masked"])
-    own = expand_seed(member.seed, len(masked))
-    pairs = masked - own - FIVE.quantise(*LONG[12])
-    assert uniform(masked - pairs), "less its pairs' masks"
-    assert not uniform(masked - pairs - own)
-
-
 def test_every_session_has_masks_of_its_own() -> None:
     group = Group(FIVE, LONG)
     group.sum()
@@ -326,15 +265,6 @@ def test_every_session_has_masks_of_its_own() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- one of two secrets
-
-
-def test_the_server_asks_nobody_for_both_secrets_of_one() -> None:
-    for step in QUESTIONS:
-        for gone in range(10, 15):
-            group = Group(FIVE, updates(size=2))
-            group.sum({step: {gone}})
-            kinds = [secrets_told(group, n) for n in range(1, 6)]
-            assert all(0 in kind for kind in kinds), kinds
 
 
 def asked_to_confirm() -> tuple[Group, Record]:
@@ -496,23 +426,7 @@ def test_a_server_with_any_lie_learns_sums_of_as_many_as_it_should(data: Any) ->
     assert len(found) <= 1 and all(len(together) >= least - helpers for together in found)
 
 
-def test_a_server_that_gives_a_client_keys_of_its_own_for_all_others_reads_its_update_unnoticed() -> None:
-    """Nobody certifies keys: what SECURITY.md says of no secure sum must be said of this one."""
-    terms, (update, examples) = PairwiseMasking(5, 1.0, 5), updates(1)[10]
-    nobody = (np.zeros(len(update)), 1)
-    group = Group(terms, {10: (update, examples), **dict.fromkeys(range(4), nobody)})  # the server plays the other four
-    others = np.array([4 * int(v) for v in terms.quantise(*nobody)], dtype=object)
-    assert (unmasked(group, group.sum()) - others).tolist() == terms.quantise(update, examples).tolist()
-
-
-def test_at_three_of_five_one_colluding_client_helps_a_lying_server_to_an_update() -> None:
-    assert [{1} in two_stories(FIVE, c) for c in range(2)] == [False, True]
-    default = PairwiseMasking(5, 1.0)
-    assert default.tolerance == Tolerance(5, 4, curious=2, lying=2, dropouts=1)
-    assert [{1} in two_stories(default, c) for c in range(4)] == [False, False, False, True]
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 6, 7])
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7])
 def test_the_tolerance_is_exact(count: int) -> None:
     """One helper more than it says, and the attack succeeds; with all but two of the group there is nobody left to hide."""
     for least in range(count // 2 + 1, count + 1):
@@ -629,23 +543,17 @@ def test_a_client_trains_for_no_sum_of_few_and_not_with_shares_that_were_tampere
     [
         ("advertise", {}),
         ("advertise", {"keys": [b"short", b"short"]}),
-        ("advertise", {"keys": [bytes(32)]}),
         ("advertise", {"keys": 7}),
         ("advertise", {"keys": [bytes([9]).ljust(32, b"\0")] * 2}),
         ("advertise", {"keys": [bytes(32), bytes([9]).ljust(32, b"\0")]}),
-        ("advertise", {"keys": [bytes([9]).ljust(32, b"\0"), bytes(32)]}),
         ("share", {"receivers": np.array([1, 2, 4, 5]), "sealed": [bytes(2 * SHARE + 16)] * 4}),
-        ("confirm", {"receivers": np.array([1, 2, 4, 5]), "tags": [bytes(SECRET)] * 4}),
         ("confirm", {"receivers": [1, 2, 4, 5], "tags": [bytes(SECRET)] * 3}),
         ("confirm", {"receivers": [1, 2, 4, 5], "tags": [bytes(SECRET)] * 4}),
-        ("unmask", {"owners": np.array([1, 2, 3, 4, 5]), "shares": [bytes(SHARE)] * 5}),
         ("share", {"receivers": [1, 2, 4, 5], "sealed": [b""] * 4}),
         ("share", {"receivers": [1, 2, 3, 4], "sealed": [bytes(2 * SHARE + 16)] * 4}),
         ("mask", {"masked": np.zeros(3, "<u4")}),
         ("mask", {"masked": np.zeros(2, "<u8")}),
-        ("mask", {"masked": np.zeros((3, 1), "<u8")}),
         ("mask", {"masked": [1, 2, 3]}),
-        ("unmask", {"owners": [1, 2, 3, 4, 5], "shares": [bytes(SHARE)] * 4}),
         ("unmask", {"owners": [1, 2, 3, 5, 4], "shares": [bytes(SHARE)] * 5}),
     ],
 )

@@ -15,14 +15,12 @@ import tomli_w
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from fedgauge.client.app import REFUSED, app
+from fedgauge.client.app import app
 from fedgauge.client.components import resolve
-from fedgauge.client.data_folder import may_download
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.client.deployment.server_model import NOT_BUILT, TOO_LARGE, build_servers_model
 from fedgauge.client.deployment.server_terms import NO_FILE, RequestRefused
-from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.tokenizer import wordpiece
 from tests.client.deployment.conftest import SERVERS, SGD, Write, terms
@@ -126,19 +124,6 @@ def test_no_path_in_any_argument_of_any_component_is_looked_at(
     assert again == answers
 
 
-def test_a_name_on_the_hub_is_no_folder_of_the_current_one(
-    canary: tuple[Path, list[str]], words: dict[str, Any]
-) -> None:
-    folder, seen = canary
-    for name in ("canary", "canary/config.json"):
-        with pytest.raises(RequestRefused) as refused:
-            build_servers_model({"use": "encoder", "name": name}, words, 0, 2**20)
-        assert str(refused.value) == NOT_BUILT
-        assert name in refused.value.for_owner
-    assert not seen
-    assert may_download.get(), "the owner's own data may be fetched"
-
-
 NETS = """
 from os import PathLike
 from typing import Any
@@ -160,41 +145,6 @@ def test_a_package_that_the_owner_allows_gets_no_path_either(write: Write, tmp_p
     with pytest.raises(RequestRefused) as refused:
         DeployedClient.of(own, terms(model={"use": "ownerstexts:net", **given}))
     assert str(refused.value) == NO_FILE
-
-
-# -------------------------------------------------------------------------------------------------------------- answers
-
-
-def ask(path: Path, model: dict[str, Any]) -> Message:
-    config = {"protocol": json.dumps(SERVERS | {"model": model})}
-    content = RecordDict({"arrays": ArrayRecord({}), "config": ConfigRecord({"server-round": 1})})
-    message = Message(content, dst_node_id=7, message_type="train")
-    return app(message, Context(1, 7, {"client": str(path)}, RecordDict(), config))
-
-
-@pytest.mark.usefixtures("identity")
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"use": "encoder"},
-        {"use": "nothing_of_this_name"},
-        {"use": "os:system"},
-        {"use": "mnist5k"},
-        {"use": "mlp", "hidden": "x"},
-        {"use": "mlp", "mode": "fast"},
-        {"use": "lenet", "defense": [{"use": "precode", "before": "conv1"}]},
-        {"use": ["mlp"]},
-        {},
-    ],
-    ids=str,
-)
-def test_the_server_gets_a_fixed_sentence_and_the_owner_what_went_wrong(write: Write, model: dict[str, Any]) -> None:
-    path = write()
-    reply = ask(path, model)
-    assert (reply.error.code, reply.error.reason) == (REFUSED, NOT_BUILT)
-    (line,) = ClientFolder(path.parent / "state").log.read_text().splitlines()
-    logged = json.loads(line)["reason"]
-    assert logged.startswith(NOT_BUILT) and len(logged) > len(NOT_BUILT) + 15
 
 
 # ---------------------------------------------------------------------------------------------------- pre-trained models

@@ -150,17 +150,6 @@ def test_the_cards_say_who_graded_and_how_exactly(pair: tuple[Run, Run]) -> None
         assert found["analytic"].endswith("; not graded")
 
 
-def test_a_job_that_is_graded_later_has_scores_in_place_of_its_placeholder(tmp_path: Path) -> None:
-    run, grid = attacked(tmp_path, small(rounds=1))
-    with run.ledger() as ledger, flower():
-        first = list(ledger.score_rows())
-        grader(run, ledger, grid).finish()
-        later = list(ledger.score_rows())
-    assert not [row for row in first if row[6] is not None], "nothing was scored before"
-    assert len([row for row in later if row[6] is not None]) == 3 * 5 * 2
-    assert not [row for row in later if row[5] == UNGRADED]
-
-
 def trained_only(folder: Path, scenario: Scenario, **changes: Any) -> tuple[Run, "Counting"]:
     """A deployment whose attack service is to come later, and its clients."""
     run = create_run(scenario, folder / "run", mode="deployment")

@@ -248,7 +248,6 @@ def groups_of(grid: Any) -> list[set[int]]:
 # ------------------------------------------------------------------------------------------- the ideal one of simulations
 
 EIGHT: dict[str, Any] = {"clients": 8, "data": {"use": "mnist5k", "batch_size": 1, "auxiliary": 64}}
-BATCHNORM = {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"}
 
 
 def simulated(

@@ -21,15 +21,11 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import Tape, read_tensors
 from fedgauge.server.strategy.build import STRATEGY, build_strategy
 from fedgauge.server.strategy.node_discovery import TIMES, LateJoiners, discover_nodes
-from fedgauge.server.strategy.reply_checks import CheckedStrategy, RoundReplies
+from fedgauge.server.strategy.reply_checks import CheckedStrategy
 from fedgauge.server.update_recorder import UpdateRecorder
 from tests.tensors import identical
 
 USES = STRATEGY.names()
-BATCHNORM = {
-    "data": {"use": "mnist5k", "batch_size": 4, "auxiliary": 64},
-    "model": {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"},
-}
 
 
 def scenario_of(kit: Any, use: str, **changes: Any) -> Scenario:
@@ -190,33 +186,6 @@ def test_a_run_with_chaos_in_it_goes_on_to_the_end(kit: Any, tmp_path: Path) -> 
     assert {o["status"] for o in rows} == {"accepted", "rejected", "missing"}
     assert all(o["reason"] for o in rows if o["status"] != "accepted")
     assert all(torch.isfinite(t).all() for t in trained.values())
-
-
-# ------------------------------------------------------------------------------------------- BatchNorm in train mode
-
-
-def test_batchnorm_statistics_are_sent_to_clients_and_averaged(kit: Any) -> None:
-    scenario = scenario_of(kit, "FedAvg", **BATCHNORM)
-    federation = Federation(scenario.protocol)
-    params, buffers = federation.initial()
-    grid = kit.grid(scenario)
-    intakes: list[RoundReplies] = []
-    validator = CheckedStrategy(strategy_of(scenario), intakes.append, buffers, seed=1, clients=dict(grid.nodes))
-    validator.start(grid, ArrayRecord(params), 2)
-    expected = dict(buffers)
-    for round, intake in enumerate(intakes, 1):
-        assert identical(dict(intake.buffers), expected), "what was sent is what the tape keeps"
-        returned = []
-        for client in range(4):
-            federation.client_update(intake.params, expected, client, round)
-            now = dict(federation.model.named_buffers())
-            returned.append({k: now[k].clone() for k in buffers})
-        assert all(identical(dict(a.buffers), returned[a.client]) for a in intake.accepted)
-        expected = {k: torch.stack([r[k] for r in returned]).mean(0) for k in buffers}
-        assert distance(returned[0], returned[1]) > 0, "clients saw different images"
-    assert distance(validator.buffers, expected) < 1e-6
-    assert distance(validator.buffers, buffers) > 1e-3
-    assert not any("running" in name for name in intakes[0].accepted[0].update)
 
 
 # -------------------------------------------------------------------------------------------------- the whole server
