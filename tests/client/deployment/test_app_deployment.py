@@ -14,7 +14,9 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor
 
-from fedgauge.client.app import FAILED, REFUSED, app
+from fedgauge.client import app as module
+from fedgauge.client.app import FAILED, NOT_GRADED, REFUSED, app
+from fedgauge.client.deployment.self_grading import NOT_ALLOWED
 from fedgauge.client.deployment.state_folder import ClientFolder
 from fedgauge.client.federation import Federation
 from fedgauge.client.inspection.policy import REASON, WITHHELD
@@ -68,8 +70,9 @@ def ask(round: int = 1, agreed: Protocol | None = None, **config: Any) -> Messag
     return travel(Message(content, dst_node_id=NODE, message_type="train"))
 
 
-def question(images: dict[str, Tensor]) -> Message:
-    content = RecordDict({"images": ArrayRecord(images), "grade": ConfigRecord({"server-round": 1})})
+def question(images: dict[str, Tensor] | ArrayRecord, round: int = 1) -> Message:
+    record = images if isinstance(images, ArrayRecord) else ArrayRecord(images)
+    content = RecordDict({"images": record, "grade": ConfigRecord({"server-round": round})})
     return travel(Message(content, dst_node_id=NODE, message_type="query.grade"))
 
 
@@ -104,6 +107,38 @@ def test_a_server_that_asks_for_a_weaker_chain_gets_the_owners(write: Write) -> 
     update = tensors(app(ask(1, weak), context(write(chain=strict), weak)))
     defended = Federation(protocol(chain=strict))
     assert identical(update, defended.own_update(*defended.initial(), 1, 1))
+
+
+def test_noise_is_each_clients_and_each_runs_own(write: Write) -> None:
+    noisy = protocol(chain=[SGD, GAUSSIAN])
+    clean = Federation(protocol())
+    noises = []
+    for client, run in ((0, 1), (1, 1), (0, 2), (1, 2)):
+        update = tensors(app(ask(1, noisy), context(write(client, chain=[SGD, GAUSSIAN]), noisy, run)))
+        bare = clean.own_update(*clean.initial(), client, 1)
+        noises.append(torch.cat([(update[k] - bare[k]).flatten() for k in bare]))
+    fed = Federation(noisy)
+    simulated = fed.own_update(*fed.initial(), 0, 1)
+    bare = clean.own_update(*clean.initial(), 0, 1)
+    noises.append(torch.cat([(simulated[k] - bare[k]).flatten() for k in bare]))  # by the protocol's seed
+    correlation = torch.corrcoef(torch.stack(noises))
+    entries = len(noises[0])
+    assert entries == 784 * 8 + 8 + 8 * 10 + 10
+    assert all(abs(float(n.std()) / 0.01 - 1) < 0.05 for n in noises)
+    off = correlation - torch.eye(5)
+    assert float(off.abs().max()) < 6 / entries**0.5, "independent of each other, and of what the seed gives"
+
+
+def test_secret_sampling_trains_on_other_rows_in_each_run(write: Write) -> None:
+    path = write(data=DATA)
+    drawn = []
+    for run in (1, 2, 3):
+        assert not app(ask(1), context(path, run=run)).has_error()
+        found = ClientFolder(path.parent / "state").drawn(run, 1)
+        assert found is not None and found.run == run
+        drawn.append(found.rows)
+    agreed = tuple(Federation(protocol()).rows_at(1, 1).tolist())
+    assert len({*drawn, agreed}) == 4
 
 
 # -------------------------------------------------------------------------------------------------- what is not done for a server
@@ -203,10 +238,10 @@ def test_nothing_of_an_exception_leaves(write: Write, caplog: pytest.LogCaptureF
 # ---------------------------------------------------------------------------------------------------------------- grading
 
 
-def trained(path: Path) -> Tensor:
+def trained(path: Path, round: int = 1, run: int = 1) -> Tensor:
     """What the client trains on in a round that it has answered, read as only its owner can."""
-    assert not app(ask(1), context(path)).has_error()
-    drawn = ClientFolder(path.parent / "state").drawn(1, 1)
+    assert not app(ask(round), context(path, run=run)).has_error()
+    drawn = ClientFolder(path.parent / "state").drawn(1, round)
     assert drawn is not None
     return torch.stack([Federation(protocol()).shards.dataset.x[row] for row in drawn.rows]).float() / 255
 
@@ -227,6 +262,54 @@ def test_scores_come_back_and_nothing_else(write: Write) -> None:
     assert sorted(reply.content) == ["grading", "psnr", "refused"]
     assert dict(reply.content.config_records["grading"]) == {"precision": 0.5}
     assert dict(reply.content.config_records["refused"]) == {}
+
+
+def test_an_owner_who_says_nothing_answers_nothing(write: Write) -> None:
+    path = write(grading={})
+    x = trained(path)
+    assert error(app(question({"dlg": x}), context(path))) == (NOT_GRADED, NOT_ALLOWED)
+    assert (log(path)[-1]["event"], log(path)[-1]["what"]) == ("refused", "grade")
+
+
+def test_neither_a_restart_nor_a_new_run_gives_more_answers(write: Write) -> None:
+    path = write(grading={"mode": "scores", "queries": 2})
+    x = trained(path)
+    for name in ("a", "b"):
+        assert app(question({name: near(x, 0.3)}), context(path)).content.metric_records["psnr"]
+    module._own.cache_clear()
+    for run in (1, 2):  # agreed sampling draws the same batch again
+        if run == 2:
+            assert torch.equal(trained(path, run=2), x)
+        reply = app(question({"c": near(x, 0.4)}), context(path, run=run))
+        assert dict(reply.content.metric_records["psnr"]) == {}
+        assert set(reply.content.config_records["refused"]) == {"c"}
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        raw((10**9, 1, 28, 28), "<f4", b""),
+        raw((5, 1, 28, 28), "<f4", bytes(4 * 5 * 784)),
+        pickled(),
+    ],
+    ids=["huge", "five", "pickle"],
+)
+def test_images_that_are_none_are_refused_before_memory_is_taken(write: Write, array: Array) -> None:
+    path = write()
+    trained(path)
+    tracemalloc.start()
+    code, _ = error(app(question(ArrayRecord({"dlg": array})), context(path)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert code == NOT_GRADED
+    assert "dlg" in log(path)[-1]["reason"]  # which only the owner reads
+    assert peak < 60_000_000  # the owner's images are read
+
+
+def test_a_simulation_does_not_grade_at_its_clients() -> None:
+    where = Context(1, NODE, {"partition-id": 0}, RecordDict(), {"protocol": protocol().to_json()})
+    reply = app(question({"dlg": torch.zeros(4, 1, 28, 28)}), where)
+    assert error(reply)[0] == NOT_GRADED
 
 
 # ------------------------------------------------------------------------------------------------------------------ guard

@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.client.deployment.owner_file import GradingPolicy, OwnerConfig
 from fedgauge.client.deployment.self_grading import batch_to_grade, grade, rounded
 from fedgauge.client.deployment.server_terms import RequestRefused
 from fedgauge.client.deployment.state_folder import ClientFolder, DrawnBatch, digest_of
+from fedgauge.client.psnr import match, psnr_of
 from fedgauge.client.update import Batch
 
 SCORES = GradingPolicy("scores")
@@ -55,10 +57,72 @@ def test_answers_are_steps_below_the_cap_within_half_a_step_and_in_order(a: floa
     assert (a <= b) <= (told <= rounded(b, precision))
 
 
+@pytest.mark.parametrize("precision", [0.1, 0.5, 0.7, 7.0, 8.5])
+def test_an_exact_hit_is_reported_as_whole_and_nothing_ranks_above_it(precision: float) -> None:
+    exact = rounded(math.inf, precision)
+    assert ImageModality.main.came_back_whole(exact) and rounded(59.9, precision) <= exact
+    told = {rounded(v / 1000, precision) for v in range(0, 200_000)}
+    assert len(told) <= 60 / precision + 1.5, "an exact hit takes no value more than the steps have"
+
+
 def test_images_are_paired_one_to_one_and_reported_in_their_own_order(tmp_path: Path) -> None:
     truth = batch(3)
     guess = torch.stack([off_by(truth, p)[i] for i, p in ((2, 10.0), (0, 20.0), (1, 30.0))])
     assert grade(SCORES, ClientFolder(tmp_path), 1, truth, {"dlg": guess}).psnr["dlg"] == (10.0, 20.0, 30.0)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**6), st.integers(1, 5))
+def test_the_scores_are_those_of_the_best_pairing(seed: int, examples: int) -> None:
+    """As an attacker's own grader pairs them, over random batches."""
+    truth, guess = batch(examples, seed=seed), batch(examples, seed=seed + 1).x
+    theirs = psnr_of(truth.x, guess[match(truth.x, guess)])
+    order = match(guess, truth.x)
+    ours = psnr_of(guess, truth.x[order])
+    torch.testing.assert_close(theirs.sort().values, ours.sort().values)
+
+
+# --------------------------------------------------------------------------------------------------------- it is an oracle
+
+
+def solve(images: list[Tensor], answers: list[float]) -> Tensor:
+    """The image from squared errors: |x - g|^2 - |x - g0|^2 = |g|^2 - |g0|^2 - 2 (g - g0) x, in least squares."""
+    g = torch.stack([i.flatten().double() for i in images])
+    d = g.shape[1]
+    squares = torch.tensor([d * 10 ** (-psnr / 10) for psnr in answers], dtype=torch.float64)
+    left = 2 * (g[1:] - g[0])
+    right = g[1:].square().sum(1) - g[0].square().sum() - squares[1:] + squares[0]
+    return torch.linalg.lstsq(left, right, driver="gelsd").solution
+
+
+def test_d_plus_one_exact_answers_give_the_image_and_what_a_client_answers_does_not(tmp_path: Path) -> None:
+    """784 pixels: exactly graded, 785 questions are the image. Rounded and counted they are worse than no question at all."""
+    pixels = 28
+    d, truth = pixels**2, batch(1, pixels)
+    base = torch.zeros(1, 1, pixels, pixels)
+    questions = [base]
+    for k in range(d):
+        other = base.clone()
+        other.view(-1)[k] = 1.0
+        questions.append(other)
+    wanted = truth.x.flatten().double()
+
+    exact = [float(psnr_of(truth.x, q)) for q in questions]
+    assert float((solve(questions, exact) - wanted).square().mean().sqrt()) < 1e-5, "the attack works"
+
+    state, answers = ClientFolder(tmp_path), []
+    for start in range(0, d + 1, 50):
+        asked = {f"attack{start + i}": q for i, q in enumerate(questions[start : start + 50])}
+        told = grade(SCORES, state, 1, truth, asked)
+        answers += [told.psnr[name][0] for name in asked if name in told.psnr]
+    assert len(answers) == 8, "and no more, however often it asks"
+
+    guess = (wanted - 0.5).square().mean().sqrt()  # of somebody who asks nothing
+    with_eight = solve(questions[:8], answers)
+    unasked = torch.cat([with_eight[:7], torch.full((d - 7,), 0.5, dtype=torch.float64)])
+    assert float((unasked - wanted).square().mean().sqrt()) > 0.98 * float(guess)
+    coarse = solve(questions, [rounded(v, 0.5) for v in exact])  # if it had been given all of them
+    assert float((coarse - wanted).square().mean().sqrt()) > float(guess)
 
 
 def test_questions_far_outside_would_be_exact_and_are_not_answered(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fedgauge.attacks.engine.devices import CPU, Numerics
 from fedgauge.client.components import SpecError, allowing
 from fedgauge.server.pool import worker
 from fedgauge.server.pool.executors import LocalExecutor, Result, WorkerDied
-from fedgauge.server.pool.ray_executor import RayExecutor, cluster_devices
+from fedgauge.server.pool.ray_executor import RayExecutor, _visible, cluster_devices
 from fedgauge.server.pool.service import ATTEMPTS, make_executor, serve
 from fedgauge.server.pool.worker import Task, TaskResult, Worker
 from fedgauge.server.store.ledger_types import Progress
@@ -254,6 +254,14 @@ def test_the_named_devices_get_workers(
 def test_a_device_that_is_not_there_is_a_mistake(three_gpus: None, devices: Any) -> None:
     with pytest.raises(SpecError):
         make_executor(AuditOptions(executor="local", devices=devices))
+
+
+def test_a_gpu_has_the_number_that_cuda_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _visible("cuda:1") == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-8f2c,6")
+    assert [_visible(f"cuda:{i}") for i in range(3)] == ["4", "GPU-8f2c", "6"]
+    assert _visible("cpu") == _visible("cuda") == ""
 
 
 class FakeCluster:

@@ -162,3 +162,16 @@ def test_no_example_handed_in_stays_public_or_a_stranger(pair: tuple[Run, Run]) 
     assert len(made.auxiliary) == len(shards.auxiliary) - 5
     assert len(made.dataset.y_test) == len(data.y_test) - 3
     assert json.dumps(made.batch_at(1, 2).x.tolist()) == json.dumps(test.x.tolist())
+
+
+def test_a_ledgers_client_number_costs_no_work_for_those_below_it(
+    pair: tuple[Run, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger from elsewhere may number its clients up to 2^21."""
+    fed, last, joined = pair[0].scenario().federation, 2**21 - 1, list[int]()
+    real = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda parts, *more, **named: joined.append(1) or real(parts, *more, **named))
+    made = with_examples(fed, {(1, 0): fed.shards.batch_at(0, 1), (1, last): fed.shards.batch_at(1, 1)}).shards
+    assert len(joined) < 20
+    assert len(made.indices) == last + 1
+    assert [len(made.indices[client]) for client in (0, 1, last - 1, last)] == [2, 0, 0, 2]

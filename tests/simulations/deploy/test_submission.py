@@ -1,4 +1,4 @@
-"""What a deployment submits to Flower, and what becomes of it."""
+"""What a deployment submits to Flower, and that what Flower answers is never taken on trust."""
 
 import sys
 import tomllib
@@ -54,6 +54,27 @@ def answering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run) -> Answ
         return submitted
 
     return answer
+
+
+@pytest.mark.parametrize(
+    "said",
+    ['{"runs": null}', '{"runs": []}', '{"runs": [{}]}', "[]", "null", "oops", ""],
+)
+def test_an_answer_that_is_none_is_a_failure_in_words(run: Run, answering: Answering, said: str) -> None:
+    submitted = answering(f"echo '{said}'; echo 'the link is down' >&2")
+    with pytest.raises(TrainingFailed, match="link"):
+        status(run, submitted)
+
+
+def test_an_answer_that_never_comes_is_a_failure_in_words(
+    run: Run,
+    answering: Answering,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submission, "PATIENCE", 0.3)
+    submitted = answering("exec sleep 60")
+    with pytest.raises(TrainingFailed):
+        status(run, submitted)
 
 
 def test_a_run_that_failed_is_reported_with_the_end_of_its_log(run: Run, answering: Answering) -> None:

@@ -63,6 +63,12 @@ def test_captions_and_table_hold_the_ledgers_numbers(attacked: Run) -> None:
     assert page.rounds == json.loads(json.dumps(drawn)), "the figures are those of the page"
 
 
+def test_a_report_warns_of_personal_data_and_never_says_safe(attacked: Run) -> None:
+    words = page_of(attacked).words
+    assert "contains personal data" in words and "4 of 6 updates arrived; client 2 rejected in 2 rounds" in words
+    assert "safe" not in words.replace("safetensors", "")
+
+
 def test_foreign_text_is_never_markup(tmp_path: Path) -> None:
     chosen = scenario(attack=[])
     run = Run.create(tmp_path / "a<i>run", chosen)
