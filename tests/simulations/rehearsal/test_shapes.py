@@ -210,7 +210,7 @@ def test_an_app_that_does_not_train_is_refused_in_a_sentence(
             ("own_head", "private"),
             ("sentences", "tokenizer"),
             ("next_words", "tokenizer"),
-            ("lora", "tokenizer names"),
+            ("lora", "tokenizer"),
         ),
         *(("gradients", "steps"), ("script", "")),
     ],
