@@ -318,7 +318,7 @@ def copy_weights(own: dict[str, Tensor], stored: dict[str, Tensor], needed: Iter
     for name in (*needed, *stored):
         expected, came = (f"{tuple(t[name].shape)} of {t[name].dtype}" if name in t else "none" for t in (own, stored))
         if expected != came or not torch.isfinite(stored[name]).all():
-            raise ValueError(f"{path} does not fit the model: of {name!r} it needs {expected}, finite, and got {came}")
+            raise ValueError(f"{path} does not fit the model: expected finite {name!r}, {expected}, got {came}")
     with torch.no_grad():
         for name, t in stored.items():
             own[name].copy_(t)

@@ -1,5 +1,6 @@
 """What a draft says of an upload, of frozen layers and of rounding."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,5 +42,6 @@ def test_the_largest_of_several_roundings_counts(
 
     monkeypatch.setattr(rehearse, "_computed", computed)
     nothing: Any = None
+    images: Any = (SimpleNamespace(language=None), None)
     seen = Observation(1, 0, true, true)
-    assert rehearse._compared(update, nothing, seen, nothing, nothing, 0.0)[2] is explained
+    assert rehearse._compared(update, nothing, seen, nothing, images, 0.0)[2] is explained
