@@ -22,6 +22,7 @@ from fedgauge.client.transforms import is_per_example
 from fedgauge.client.update import Batch, Params, Update
 
 CHUNK = 128  # candidates that are differentiated together
+ENTRIES = 2**28  # of their gradients, as far as one has fewer: a gibibyte
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class CandidateGradients:
     Args:
         params: the weights that the server sent.
         batch: the candidates: x (N, ...) in [0, 1], y (N,).
-        chunk: candidates that are differentiated together.
+        chunk: the most candidates that are differentiated together; fewer where their gradients are large.
         draws: source of what the network itself draws (PRECODE); None: it counts with its mean.
 
     Raises:
@@ -49,6 +50,8 @@ class CandidateGradients:
         if mixes or not is_mean(self.known.loss, self.known.classes, self.known.label_kind):
             reason = "BatchNorm in train mode (set it to eval mode), or a loss that is no mean over examples"
             raise ValueError(f"a candidate has no gradient of its own: {reason}")
+        together = ENTRIES // sum(t.numel() for t in self.params.values())
+        object.__setattr__(self, "chunk", max(1, min(self.chunk, together)))
 
     @property
     def is_stochastic(self) -> bool:

@@ -88,6 +88,17 @@ def test_clipping_each_example_keeps_a_part_of_its_gradient(links: Chain) -> Non
     assert candidates(links=chain(clip(0.5), local_sgd(0.1))).kept.eq(1).all(), "clips the mean, not the example"
 
 
+def test_candidates_of_a_large_network_are_differentiated_one_by_one() -> None:
+    """The gradient of one is as large as a gibibyte, and a vision transformer's of 86 million weights a third of one."""
+    few = candidates()
+    assert few.chunk == 128
+    large = {"w": torch.empty(2**28, device="meta")}
+    assert (
+        replace(few, params=large).chunk == 1
+        and replace(few, params={"w": torch.empty(86 * 10**6, device="meta")}).chunk == 3
+    )
+
+
 def test_mixed_examples_are_refused() -> None:
     found = candidates("resnet20")
     found.known.model.train()
