@@ -93,7 +93,7 @@ function worstCases({ worst, kind, name, measure }) {
 const lines = ({ measure: { name, unit, cap } }) => "Solid: means over examples with their 95 % band (clustered by client). "
   + "Dotted: the worst case for a client. "
   + `Grey: guesses that do not read the update. ${cap === null ? "" : `${name} above ${cap} ${unit} is drawn at ${cap}. `}`
-  + "A limit is drawn under mse if the chain's noise has a known density.";
+  + "For MSE, a limit is drawn if the density of the chain's noise is known.";
 
 function progressBar({ done, failed }, all) {
   return el("progress", { max: Math.max(1, all), value: done + failed, "aria-label": "jobs done" });
