@@ -101,8 +101,7 @@ class local_sgd(Link):
             return replace(before, sigma=self.rate * before.sigma, scale=self.rate * before.scale)
         if before.sparse or before.signed:
             return None
-        variance = before.sigma**2 + 2 * before.scale**2
-        return UpdateDistribution(sigma=self.rate * math.sqrt(self.steps * variance), hidden=before.hidden)
+        return UpdateDistribution(sigma=self.rate * math.sqrt(self.steps * before.variance), hidden=before.hidden)
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         def train(params: Params, batch: Batch, rng: Generator | None) -> Update:

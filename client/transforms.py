@@ -40,6 +40,11 @@ class UpdateDistribution:
         """Check for added noise of a known density."""
         return self.sigma > 0 or self.scale > 0
 
+    @property
+    def variance(self) -> float:
+        """The variance of both noises together in an entry."""
+        return self.sigma**2 + 2 * self.scale**2
+
 
 TransformState = dict[str, Tensor]  # what a client keeps from one round to the next; it never travels
 
@@ -255,4 +260,4 @@ class GroupMean(Link):
         """The mean of independent noise is smaller and nearly normal; sums of signs or of masked entries have no closed form."""
         if before.sparse or before.signed or before.shrink != 1:
             return None
-        return replace(before, sigma=math.sqrt((before.sigma**2 + 2 * before.scale**2) / self.members), scale=0.0)
+        return replace(before, sigma=math.sqrt(before.variance / self.members), scale=0.0)

@@ -37,8 +37,7 @@ class _Noise(UpdateTransform):
             return None
         if not before.noisy:
             return replace(self.alone, hidden=before.hidden)
-        variance = sum(c.sigma**2 + 2 * c.scale**2 for c in (before, self.alone))
-        return UpdateDistribution(sigma=math.sqrt(variance), hidden=before.hidden)
+        return UpdateDistribution(sigma=math.sqrt(before.variance + self.alone.variance), hidden=before.hidden)
 
 
 @dataclass(frozen=True)

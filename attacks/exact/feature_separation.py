@@ -144,8 +144,8 @@ def _judged(
     found = client(params, Batch(result.x.double(), y), None)
     whole, made = (torch.cat([part[k].flatten() for k in sent]) for part in (seen, found))
     factor = max(0.0, float((whole @ made) / made.square().sum())) if scaled else 1.0
-    spread = known.chain.update_distribution or UpdateDistribution()
-    noise = math.hypot(spread.sigma, math.sqrt(2) * spread.scale) / known.scale * math.sqrt(len(whole))
+    density = known.chain.update_distribution or UpdateDistribution()
+    noise = math.sqrt(density.variance * len(whole)) / known.scale
     rest, size = float((whole - factor * made).norm()), float(whole.norm())
     if rest < most * size + LARGEST_NOISE * noise:
         return result

@@ -165,7 +165,5 @@ def _read(patches: Patches, mean: Tensor, root: Tensor, alone: Wave, known: Know
 def _noise(known: Knowledge, mean: Tensor, root: Tensor) -> float:
     """The variance of noise in an entry of dL/dW - D^T X, as the noise of both gradients makes it, for pixels of the prior."""
     seen = known.chain.update_distribution
-    if seen is None:
-        return 0.0
-    variance = seen.sigma**2 + 2 * seen.scale**2
+    variance = seen.variance if seen else 0.0
     return variance * (1 + float(mean.square().mean()) * len(mean) + float(root.square().sum()))

@@ -216,7 +216,7 @@ def _read(fit: LinearEstimate, alone: Wave, known: Knowledge) -> Reconstruction:
     update, params = alone.alone(0), alone.params
     decoded = ClassifierInputs.from_update(update, params, known)
     noise = known.chain.update_distribution
-    variance = 0.0 if noise is None else noise.sigma**2 + 2 * noise.scale**2
+    variance = noise.variance if noise else 0.0
     on_inputs = variance * decoded.gain.square()
     if known.batch_size == 1:  # the bias gradient that divides is noisy, too: part of its length is noise
         on_inputs = on_inputs / (1 - known.classes * on_inputs).clamp(min=TINY)

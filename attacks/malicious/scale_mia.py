@@ -99,8 +99,8 @@ def _read(layer: str, decoder: "_Decoder", alone: Wave, known: Knowledge) -> Rec
     bins = rows.differences()
     strongest = bins.bias.abs().argsort(descending=True)[: known.batch_size]
     bias = bins.bias[strongest]
-    chain = known.chain.update_distribution
-    variance = 0.0 if chain is None else 2 * (chain.sigma**2 + 2 * chain.scale**2)  # of a difference of two rows
+    noise = known.chain.update_distribution
+    variance = 2 * noise.variance if noise else 0.0  # of a difference of two rows
     # the largest of as many squares of noise: what is below is not taken for an image
     largest = 2 * math.log(len(rows.bias) / RARE) * variance
     x = decoder(bins.weight[strongest] / bias[:, None], variance / (bias.square() - largest).clamp(min=TINY * variance))

@@ -231,7 +231,7 @@ def _evidence(candidates: CandidateGradients, wave: Wave, without: _Expected, fa
     signs: tuple[Tensor, Tensor] | None = None
     if density.signed:
         # of each tensor: of one entry it is too uncertain, as tails are heavy
-        square = without.mean.square() + without.whole + density.sigma**2 + 2 * density.scale**2
+        square = without.mean.square() + without.whole + density.variance
         size = torch.cat([part.mean().sqrt().expand(len(part)) for part in square.split(tensors)])
         # a sign of a normal value of size s is sqrt(2 / pi) / s times the value, and something uncorrelated (Bussgang, 1952)
         seen, noise = seen.sign() * size * math.sqrt(math.pi / 2), size.square() * (math.pi / 2 - 1)

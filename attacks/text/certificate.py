@@ -53,7 +53,7 @@ def provable(chain: Chain) -> bool:
 def noise_of(known: Knowledge) -> float:
     """The standard deviation of an entry's noise, as far as the attacker knows it."""
     seen = known.chain.update_distribution
-    return 0.0 if seen is None else math.hypot(seen.sigma, math.sqrt(2) * seen.scale)
+    return 0.0 if seen is None else math.sqrt(seen.variance)
 
 
 def two_blocks(model: LanguageModel) -> Sequence[BlockParts]:

@@ -197,6 +197,8 @@ def resnet18(shape: tuple[int, int, int], classes: int, width: int = 64) -> nn.M
 
 
 if __name__ == "__main__":
-    started, figures = time.monotonic(), list(engine())
-    print(*figures, sep="\n")
+    started, figures = time.monotonic(), []
+    for figure in engine():
+        print(figure, flush=True)
+        figures.append(figure)
     sys.exit(keep(RESULTS / "engine.json", "engine", started, figures, SETTINGS))
