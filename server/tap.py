@@ -14,12 +14,14 @@ import os
 import sys
 import tomllib
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -37,8 +39,9 @@ PLACEHOLDER = (
 def tap(grid: Grid, audit: str | Path, run: str | Path, allow: Sequence[str] = ()) -> Grid:
     """Return a grid that behaves like the app's own and records what its clients upload, for `fedgauge audit`.
 
-    Relative paths start from the folder of the calling file (where it has no such audit file, from the working directory); the
-    absolute ones are logged. If nothing can be recorded, the app's own grid is returned and a warning says why.
+    Relative paths start from the folder of the calling file, or of the app around it, which has the audit file (if none has,
+    from the working directory); the absolute ones are logged. If nothing can be recorded, the app's own grid is returned and a
+    warning says why.
 
     Args:
         grid: the app's grid.
@@ -140,14 +143,19 @@ def _started(
     if grid is None or (recorder := open()) is None:
         return start(*args, **options)
     tapped_grid = tapped(grid, recorder)
-    with recorder.training():
+    try:
         result = start(
             *(tapped_grid if arg is grid else arg for arg in args),
             **{k: tapped_grid if arg is grid else arg for k, arg in options.items()},
         )
-        if isinstance(result, Result):
-            recorder.evaluated(result.evaluate_metrics_serverapp)
-        return result
+    except BaseException as error:
+        recorder.close("failed" if isinstance(error, Exception) else "interrupted")
+        raise
+    if isinstance(result, Result):
+        recorder.evaluated(result.evaluate_metrics_serverapp)
+    if result is None or isinstance(result, Result | ArrayRecord):
+        recorder.close()
+    return result  # a coroutine, iterator or future has yet to train: the recording ends with its grid
 
 
 class Tap:
@@ -183,7 +191,8 @@ class Tap:
 
 
 WATCHED = ("send_and_receive", "push_messages", "pull_messages")
-READ_TWICE: tuple[type, ...] = (list, tuple, set, frozenset, dict, type({}.values()))  # reading them changes nothing
+_VALUES = (type({}.values()), type(OrderedDict().values()))
+READ_TWICE: tuple[type, ...] = (list, tuple, set, frozenset, dict, deque, *_VALUES)  # reading them changes nothing
 
 
 def tapped(grid: Grid, recorder: AppRecorder) -> Grid:
@@ -254,8 +263,11 @@ def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path
 
 
 def _base(audit: Path, caller: Path | None) -> Path:
-    """Return the base of relative paths: the calling file's folder, or the working directory if only that has the audit file."""
+    """Return the base of relative paths: the calling file's folder, one around it up to its app's, or the working directory."""
     here = Path.cwd() if caller is None else caller.resolve().parent
+    around = [here, *here.parents]
+    app = next((i for i, folder in enumerate(around) if (folder / "pyproject.toml").exists()), 0)
+    here = next((folder for folder in around[: app + 1] if (folder / audit).exists()), here)
     # Flower runs an app from its bundle, where the working directory is that of another process
     bundled = here.is_relative_to(Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr").resolve())
     if audit.is_absolute() or (here / audit).exists() or not (Path.cwd() / audit).exists() or bundled:

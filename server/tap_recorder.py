@@ -145,6 +145,7 @@ class AppRecorder:
         self._news = False  # since the round was last entered
         self._began, self._cost = time.perf_counter(), 0.0  # of this round; seconds that recording took
         self._taped = 0
+        self._others: set[str] = set()  # types of messages that trained nothing
         self._silence = "no reply"  # why an open message has no row
         self._warned: set[str] = set()
         self._plan = _kept(tables)
@@ -165,16 +166,6 @@ class AppRecorder:
             if "ledger" not in self._warned:
                 self._warned.add("ledger")
                 say(WARNING, "fedgauge: the ledger cannot be written: %s", error)
-
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Record whether the app's training ended by an exception, which is raised again."""
-        try:
-            yield
-        except BaseException as error:
-            self.close("failed" if isinstance(error, Exception) else "interrupted")
-            raise
-        self.close()
 
     def evaluated(self, metrics: Mapping[int, MetricRecord]) -> None:
         """Record what the app's server computed on its own, by the app's rounds."""
@@ -252,6 +243,8 @@ class AppRecorder:
                 self._recorded[sent.given] = sent.round
                 if sent.round != sent.given:
                     self.warn("rounds", f"the app's round {sent.given} is recorded as round {sent.round}")
+        else:
+            self._others.add(sent.type)
         self._open[sent.node].append(sent)
 
     def note_reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
@@ -265,10 +258,10 @@ class AppRecorder:
         if sent.round:
             self._record(sent, reply)
         elif reply.arrays:
-            words = (
-                f"replies to {sent.type!r} carry arrays without weights having been sent: no attack here inverts them"
-            )
-            self.warn(f"arrays:{sent.type}", words)
+            why = "without weights having been sent: no attack here inverts them"
+            if sent.type.partition(".")[0] != "train":
+                why = "and are not recorded: only messages of type train are"
+            self.warn(f"arrays:{sent.type}", f"replies to {sent.type!r} carry arrays {why}")
         if sent.type.partition(".")[0] == "evaluate":
             self._news = True
             self._tests.append((float(reply.examples or 1), *test_figures(reply.metrics)))
@@ -363,6 +356,9 @@ class AppRecorder:
             self.end_exchange([sent for of_node in self._open.values() for sent in of_node])
             if state == "trained" and (why := none_accepted(self._ledger, ended=True)):
                 state = "failed"
+                if not self._clients:
+                    kinds = ", ".join(sorted(self._others)) or "none was read"
+                    why = f"no round got an update: no message of type train carried arrays (messages: {kinds})"
                 self._ledger.set_meta(**{EMPTY: why})
             self._ledger.set_meta(state=state, rounds=str(self._round))
             folder = self._run.folder.absolute()

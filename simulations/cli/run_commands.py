@@ -16,6 +16,7 @@ from fedgauge.attacks.plan import AttackPlan
 from fedgauge.client.components import SpecError
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_file import LedgerError
+from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, attack_from, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
@@ -123,7 +124,9 @@ def audit(options: argparse.Namespace) -> int:
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
                 other = "[audit] curious is false, or they were deleted ([tape] keep, fedgauge prune), or the reason is above"
-                raise LedgerError(f"{run.folder} has no recorded updates: {none_accepted(ledger) or other}")
+                raise LedgerError(
+                    f"{run.folder} has no recorded updates: {none_accepted(ledger) or ledger.meta().get(EMPTY, other)}"
+                )
             refuse_misfit(scenario.federation, str(run.folder / "scenario.toml"))
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
             known = enter_attacks(ledger, scenario, plan)

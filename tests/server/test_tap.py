@@ -1,6 +1,7 @@
 """The tap: nothing that an app sends, receives or computes differs by a bit because somebody watches."""
 
 import ast
+import asyncio
 import copy
 import errno
 import gc
@@ -14,7 +15,9 @@ import pickle
 import random
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.thread import _global_shutdown_lock  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,7 @@ from fedgauge.server.tap_recorder import AppRecorder
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import foreign_app
 from fedgauge.simulations.run.exit_status import INAPPLICABLE
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("identity")
 
@@ -633,6 +637,43 @@ def test_an_exception_in_training_is_the_apps_and_is_recorded(audit: Path) -> No
     assert [bool(o["digest"]) for o in seen] == [True] * NODES
 
 
+class InTurn(FedAvg):
+    """Trains while its caller reads the rounds."""
+
+    def start(self, grid: Any, initial_arrays: Any, num_rounds: int = 3) -> Any:
+        for _ in range(num_rounds):
+            yield (result := FedAvg.start(self, grid, initial_arrays, 1))
+            initial_arrays = result.arrays
+
+
+class Awaited(FedAvg):
+    async def start(self, grid: Any, initial_arrays: Any, num_rounds: int = 3) -> Any:  # type: ignore[override]
+        return FedAvg.start(self, grid, initial_arrays, num_rounds)
+
+
+class Later(FedAvg):
+    def start(self, grid: Any, initial_arrays: Any, num_rounds: int = 3) -> Any:
+        return ThreadPoolExecutor(1).submit(FedAvg.start, self, grid, initial_arrays, num_rounds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wait"),
+    [(InTurn, list), (Awaited, asyncio.run), (Later, lambda future: future.result())],
+)
+def test_a_start_that_returns_before_the_training_is_recorded_to_its_end(
+    audit: Path, kind: type[FedAvg], wait: Callable[[Any], Any]
+) -> None:
+    wait(start(curious(kind(), audit, audit.parent / "run"), Nodes()))
+    gc.collect()
+
+    def trained() -> bool:
+        with Run.open(audit.parent / "run").ledger() as ledger:
+            return ledger.meta()["state"] == "trained"
+
+    wait_for(trained)
+    assert [bool(o["digest"]) for o in opened(audit.parent / "run")[1]] == [True] * 3 * NODES
+
+
 # -------------------------------------------------------------------------------------------------- what is recorded
 
 
@@ -743,6 +784,27 @@ def test_uploads_that_cannot_be_attacked_are_recorded_and_reported_by_the_audit(
     del tapped
     assert main(["audit", str(run.folder)]) == INAPPLICABLE  # the mlp has other names: nothing can be attacked
     assert capsys.readouterr().err.count("fedgauge: recording:") == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "reason"),
+    [
+        (
+            "query",
+            ArrayRecord([np.ones(3)]),
+            "type train carried arrays (messages: query)",
+        ),
+        ("train", ConfigRecord({"pickled": b"x"}), "carried arrays (messages: train)"),
+    ],
+)
+def test_a_training_whose_messages_carry_no_weights_says_which_did_not(
+    audit: Path, capsys: pytest.CaptureFixture[str], kind: str, record: Any, reason: str
+) -> None:
+    tap(Nodes(), audit, audit.parent / "run").send_and_receive(deque([Message(RecordDict({"a": record}), 1, kind)]))
+    gc.collect()  # the tap is gone
+    opened(audit.parent / "run")
+    assert main(["audit", str(audit.parent / "run")]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_control_variates_of_the_weights_names_are_not_taken_for_weights(audit: Path) -> None:
@@ -864,6 +926,12 @@ def test_paths_start_from_the_calling_file_and_else_from_the_working_directory(
         call(name).send_and_receive([train_message(1)])
         assert (tmp_path / expected / "ledger.sqlite").exists()
     assert "0.2" in (tmp_path / "two" / "runs" / "theirs" / "scenario.toml").read_text()
+    # a package of the app, whose folder has the file
+    (tmp_path / "two" / "pyproject.toml").write_text("")
+    (tmp_path / "two" / "package").mkdir()
+    (tmp_path / "two" / "package" / "app.py").write_text(code)
+    call("two/package").send_and_receive([train_message(1)])
+    assert (tmp_path / "two" / "runs" / "theirs-2" / "ledger.sqlite").exists()
     # an app in Flower's bundle folder: another's file is not taken
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "three"))
     tapped = call("three")
