@@ -59,6 +59,8 @@ class ComponentKind:
         """Check that an object of these packages is, or may build, a component of this kind."""
         if self.instances and isinstance(target, (*self.outside, partial)):
             return callable(target)
+        if isinstance(target, partial | types.MethodType):
+            return self.admits_outside(getattr(target, "func", None) or target.__func__, packages)
         # a package may have imported the object only: mine:os.system
         if not is_in(str(getattr(target, "__module__", "")), packages) or inspect.isabstract(target):
             return False
@@ -175,8 +177,9 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
         return target(**arguments)
     except Exception as error:
         words = str(error)
-        if is_in(str(getattr(target, "__module__", "")), registry.user_packages()):  # it may raise anything
-            words = f"{type(error).__name__}: {error}{own_line(error)}"
+        line = own_line(error)
+        if line or is_in(str(getattr(target, "__module__", "")), registry.user_packages()):  # it may raise anything
+            words = f"{type(error).__name__}: {error}{line}"
         elif not isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
             raise
         raise SpecError(f"{where}: {words}") from error
@@ -259,9 +262,21 @@ def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]
         reason = f"{type(error).__name__}: {error}{own_line(error)}"
         raise SpecError(f"{where}: {name!r} cannot be imported: {reason}") from error
     if not fits:
-        types = " or ".join(map(_named, kind.outside or (kind.type,)))
-        raise SpecError(f"{where}: {name!r} is not {kind.noun}: expected {types}, or a function -> {types}")
+        raise SpecError(f"{where}: {name!r} is not {kind.noun}: {_instead(target, kind, module)}")
     return typing.cast(Callable[..., Any], target)
+
+
+def _instead(target: Any, kind: ComponentKind, module: str) -> str:
+    """What to name instead of an object that is no component of this kind."""
+    expected = kind.outside or (kind.type,)
+    home, name = str(getattr(target, "__module__", "")), getattr(target, "__qualname__", "")
+    if isinstance(target, expected):
+        return f"it is built already: name the class {type(target).__name__}, or a function that returns such an object"
+    fits = issubclass(target, expected) if inspect.isclass(target) else inspect.isfunction(target)
+    if fits and home.split(".")[0] != OWN and not is_in(home, allowed()):
+        return f'{module} only imports it: use = "{home}:{name}", with --allow {home.split(".")[0]}'
+    words = " or ".join(map(_named, expected))
+    return f"expected {words}, or a function -> {words}"
 
 
 def is_own(table: Table, kind: ComponentKind) -> bool:

@@ -352,7 +352,7 @@ def _check_value(loss: Loss, outputs: Tensor, y: Tensor, x: Tensor | None = None
         warnings.filterwarnings("error", "Using a target size")
         at = outputs.detach().requires_grad_()
         value = loss(at, y) if x is None else loss_of(loss, at, y, x)
-        if value.dim() or not value.isfinite() or not value.requires_grad:
+        if not isinstance(value, Tensor) or value.dim() or not value.isfinite() or not value.requires_grad:
             raise ValueError(f"it returned {value}")
 
 

@@ -21,6 +21,7 @@ from fedgauge.client.protocol import Protocol
 
 OWN = """
 import os
+from functools import partial
 from os import getcwd
 from pathlib import Path
 import torch
@@ -60,6 +61,13 @@ class Plain:
 
 def broken(classes, how="ValueError"):
     raise {"ValueError": ValueError("my bug"), "TypeError": TypeError("my bug"), "KeyError": KeyError("my bug")}[how]
+
+class Makes:
+    @classmethod
+    def made(cls, classes):
+        return Net(classes)
+
+made, given, built, wide = Makes.made, partial(broken, 10), Net(10), partial(small, hidden=5)
 """
 
 
@@ -69,7 +77,7 @@ def own(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "mynets.py").write_text(OWN)
     (tmp_path / "mypackage").mkdir()
     (tmp_path / "mypackage" / "__init__.py").write_text("from mypackage.inner import Deep\n")
-    (tmp_path / "mypackage" / "inner.py").write_text(OWN.replace("class Net", "class Deep"))
+    (tmp_path / "mypackage" / "inner.py").write_text(OWN.replace("Net", "Deep"))
     yield tmp_path
     for name in [n for n in sys.modules if n.split(".")[0] in ("mynets", "mypackage")]:
         del sys.modules[name]
@@ -92,7 +100,7 @@ def test_names_that_no_flag_could_allow_get_no_such_advice(use: str) -> None:
     assert "--allow" not in str(caught.value)
 
 
-@pytest.mark.parametrize("use", ["mynets:small", "mynets:Net", "mynets:annotated"])
+@pytest.mark.parametrize("use", ["mynets:small", "mynets:Net", "mynets:annotated", "mynets:made", "mynets:wide"])
 def test_allowed_components_are_built_with_the_arguments_they_request(own: Path, use: str) -> None:
     with allowing(["mynets"], [own]):
         model = build({"use": use}, "[model]", MODEL, OFFERED)
@@ -108,9 +116,11 @@ def test_allowed_components_are_built_with_the_arguments_they_request(own: Path,
         ("Plain", {}, "is not a model"),
         ("text", {}, "is not a model"),
         ("os", {}, "is not a model"),
-        ("os.system", {}, "is not a model"),  # written elsewhere
-        ("nn.Linear", {}, "is not a model"),
+        ("os.system", {}, "expected torch"),  # written elsewhere
+        ("nn.Linear", {}, 'use = "torch.nn.modules.linear:Linear", with --allow torch'),
         ("mlp", {}, "is not a model"),  # ours, under another name
+        ("built", {}, "name the class Net"),
+        ("given", {"how": "TypeError"}, "TypeError: my bug .*mynets.py, line "),
         ("nothing", {}, "gave int"),
         ("missing", {}, "'missing'"),
         *(
