@@ -106,17 +106,21 @@ class _Recorder(LayerCallRecorder):
         kwargs = dict(kwargs or {})
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         given = [i for i, t in enumerate(self.derived) if any(t is other for other in leaves)]
-        before = len(self.calls)
+        before, versions = len(self.calls), {id(t): t._version for t in leaves}
         result = super().__torch_function__(func, types, args, kwargs)
         if not given or not isinstance(result, Tensor):
             return result
         weights = [self.names[id(t)] for t in leaves if id(t) in self.names]
         name = weights[0].rpartition(".")[0] or weights[0] if weights else getattr(func, "__name__", str(func))
-        if result is self.derived[given[0]] and not func.__name__.endswith("_"):
+        place = next((i for i in given if result is self.derived[i]), None)
+        if place is not None and result._version == versions[id(result)]:
             return result
-        result = result.clone()  # an operation in place keeps its input
         apply, call = self._replayed(func, args, kwargs, given), next(iter(self.calls[before:]), None)
         self.operations.append(_Operation(name, given, apply, tuple(weights), call))
+        if place is None:
+            result = result.clone()
+        else:
+            self.derived[place] = result.clone()  # in place: the same object has a new value
         self.derived.append(result)
         return result
 

@@ -1,6 +1,7 @@
 """The recursive attack reads one example off a chain of layers, and names what is no such chain."""
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -143,7 +144,15 @@ def test_small_chains_with_enough_equations_come_back_to_1e_6(
     assert float((result.x - batch.x).abs().max()) < 1e-6
 
 
-def test_batch_norm_average_pools_and_functions_are_read_in_the_order_of_the_computation() -> None:
+def bent_in_place(x: Tensor) -> Tensor:
+    x.tanh_()
+    return x
+
+
+@pytest.mark.parametrize("activation", [torch.tanh, nn.ELU(inplace=True), F.leaky_relu_, bent_in_place])
+def test_norms_pools_and_functions_are_read_in_the_order_of_the_computation(
+    activation: Callable[[Tensor], Tensor],
+) -> None:
     class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,7 +161,7 @@ def test_batch_norm_average_pools_and_functions_are_read_in_the_order_of_the_com
             self.conv = nn.Conv2d(2, 8, 3, padding=1)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(F.avg_pool2d(self.norm(self.conv(x)), 2).tanh().view(x.size(0), -1))
+            return self.head(activation(F.avg_pool2d(self.norm(self.conv(x)), 2)).view(x.size(0), -1))
 
     model = Network().eval()
     assert [stage.name for stage in stages_of(model, SMALL)] == ["conv", "head"]
