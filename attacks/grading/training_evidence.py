@@ -7,8 +7,8 @@ The server has the weights theta that it sent, and the update:
   own sums. Adam rescales every entry, so its sums are not zero. Two classes give no evidence: their rows are opposite under
   any training.
 - Half precision in the passes (autocast), or a little noise, leaves small sums.
-- Adam's first step is rate * g / (|g| + eps): all entries with a gradient have nearly one size. A sign looks the same.
-  Later steps differ, and leave an update that is unexplained.
+- Adam's first step is rate * g / (|g| + eps): all entries with a gradient have nearly one size. A sign looks the same,
+  and so do first steps of RMSprop and Adagrad. Later steps differ, and leave an update that is unexplained.
 
 In 96 random federations no honest update was called another training, and Adam was distinguished from SGD
 (tests/attacks/grading/test_evidence_counts.py).
@@ -75,9 +75,10 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
     if isinstance(local, LocalTraining) and adam and local.eps > SMALL_EPS:
         kind, evidence = "undecided", f"{evidence}, and {local.words} may do this or not"
     elif kind == "unexplained" and adam and local.steps > 1:
-        kind, evidence = "Adam", "it is no sum of gradients, and later steps of Adam leave no other trace"
+        kind, evidence = "Adam", "it is no sum of the loss's gradients, and later steps of Adam leave no other trace"
     elif kind == "Adam" and not adam:
-        instead = 'set use = "local_training" with optimizer = "adam" (or "adamw"), its rate, and its steps or epochs'
+        instead = 'set use = "local_training" with optimizer = "adam" (or "adamw"), its rate, and its steps or epochs; '
+        instead += "one step of another such optimizer is one of adam whose rate is this size"
     elif kind == "sum of gradients" and adam:
         instead = 'set use = "local_training" with optimizer = "sgd"'
     elif kind == "unexplained":
@@ -121,7 +122,7 @@ def _read(fed: Federation, seen: Observation) -> tuple[Kind, str]:
     share = float((large > (1 - ONE_SIZE) * sizes.max()).double().mean())
     if len(large) >= max(ENTRIES, FEW * int((sizes > 0).sum())) and share >= MOST:
         alike = f"{share:.0%} of its large entries have nearly one size, {float(sizes.max()):.3g}"
-        return "Adam", f"{alike}, as after Adam's first steps, or a sign"
+        return "Adam", f"{alike}, as after the first steps of Adam, RMSprop or Adagrad, a sign, or clipping by value"
     sums = _class_sums(fed, seen, eps)
     if sums is None:
         return "undecided", "the classifier's sums over the classes give no evidence, or rounding hides them"
@@ -133,7 +134,7 @@ def _read(fed: Federation, seen: Observation) -> tuple[Kind, str]:
     if left <= LITTLE:
         why = "as with half precision in the passes (autocast) or a little noise"
         return "undecided", f"it nearly sums to zero over the classes, {why}"
-    return "unexplained", "it is no sum of gradients, has no weight decay, and does not look like Adam's first step"
+    return "unexplained", "it is no sum of the loss's gradients, has no weight decay, and is unlike Adam's first step"
 
 
 def _class_sums(fed: Federation, seen: Observation, eps: float) -> tuple[float, float, float] | None:

@@ -1,6 +1,7 @@
 """Evidence of the local training behind an update, where only theta and the update are known."""
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -96,6 +97,24 @@ def test_a_wrong_assumption_gives_a_warning_with_a_remedy(
     found = evidence(own, assumed, model)
     assert (found.kind, found.fits) == (kind, False)
     assert found.words.startswith("WARNING: ") and named in found.words
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, torch.optim.Adagrad])
+def test_the_first_step_of_another_adaptive_optimizer_is_named_as_one_of_adam_at_its_size(
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    fed = federation(SGD, "mlp")
+    params, buffers = fed.initial()
+    batch, own = fed.shards.batch_at(0, 1), {k: p.clone().requires_grad_() for k, p in params.items()}
+    for name, slope in fed.gradient(params, batch, generator("client")).items():
+        own[name].grad = slope
+    optimizer(own.values(), lr=1e-3).step()
+    update = {k: p.detach() - params[k] for k, p in own.items()}
+    found = training_evidence(fed, Observation(1, 0, params, update, buffers))
+    size = float(re.findall(r"one size, ([\d.e-]+),", found.words)[0])
+    same = local_training(examples=BATCH, optimizer="adam", rate=size)(fed.gradient)(params, batch, generator("client"))
+    off = sum(float((same[k] - t).square().sum()) for k, t in update.items())
+    assert off < 1e-3 * sum(float(t.square().sum()) for t in update.values()) and optimizer.__name__ in found.words
 
 
 @pytest.mark.parametrize("own", [{**ADAM, **LOOP}, {**ADAM, **LOOP, "epochs": 10}, {}], ids=["3", "10", "SGD"])
