@@ -59,7 +59,7 @@ def tap(grid: Grid, audit: str | Path, run: str | Path, allow: Sequence[str] = (
         ...     FedAvg().start(grid, initial_arrays)
     """
     if isinstance(grid, type) or not hasattr(grid, "send_and_receive"):
-        raise TypeError(f"tap() takes the grid that Flower passes to the ServerApp's main, got {grid!r}")
+        raise TypeError(f"tap() takes the grid that Flower passes to the ServerApp's main, got {_given(grid)}")
     recorder = _open(audit, run, allow, _caller())
     return grid if recorder is None else tapped(grid, recorder)
 
@@ -85,7 +85,7 @@ def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str
     if "start" in vars(strategy) or not inspect.isfunction(inspect.getattr_static(kind, "start")):
         say(WARNING, "fedgauge records nothing: start of %s is not a method; use tap(grid, ...)", kind.__name__)
         return strategy
-    _CURIOUS[id(strategy)] = asked = _Curious(functools.partial(_open, audit, run, tuple(allow), _caller()))
+    _CURIOUS[id(strategy)] = asked = _Curious(functools.partial(_open, audit, run, allow, _caller()))
     weakref.finalize(strategy, asked.forget, id(strategy), kind.__name__)
     _watch_start(kind)
     return strategy
@@ -120,8 +120,12 @@ def _watch_start(kind: type[Strategy]) -> None:
         asked = _CURIOUS.pop(id(self), None)  # so that a start that calls its parent's taps once
         if asked is None:
             return start(self, *args, **options)
+        # called by a start that returned before its training
+        within = asked.started and any(type(value) is Tap for value in (*args, *options.values()))
         asked.started = True
         try:
+            if within:
+                return start(self, *args, **options)
             return _started(functools.partial(start, self), args, options, asked.open)
         finally:
             _CURIOUS[id(self)] = asked
@@ -251,6 +255,7 @@ def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path
             tables = toml_text.parse(text.encode())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             text, trouble = PLACEHOLDER, f"{path} cannot be read ({error}); updates are recorded all the same"
+        allow = [allow] if isinstance(allow, str) else allow or ()
         opened = _new_run(base / run, text)
         recorder = AppRecorder(opened, tables, path.parent, allow)
         if trouble:
@@ -287,5 +292,7 @@ def _caller() -> Path | None:
     return None if file is None else Path(file)
 
 
-def _given(value: object) -> object:
-    return f"the class {value.__name__}: write {value.__name__}(...)" if isinstance(value, type) else value
+def _given(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}: write {value.__name__}(...)"
+    return f"an object of the class {type(value).__module__}.{type(value).__name__}"

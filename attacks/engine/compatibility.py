@@ -179,7 +179,9 @@ def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, 
 
 def _undifferentiable(error: Exception) -> Problem:
     why = f"cannot be differentiated twice ({error_line(error)})"
-    return Problem("derivative", "the model", why, "replace the layer, or use an attack that needs no derivative")
+    return Problem(
+        "derivative", "the model", why, "replace the layer or loss, or use an attack that needs no derivative"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- differentiation

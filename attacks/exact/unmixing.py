@@ -63,7 +63,7 @@ class _Mixture:
         if self.rank != self.size and not visible:
             raise ValueError(
                 f"the first layer's gradient has rank {self.rank} for {self.size} examples: they are linearly dependent, "
-                f"or a defense changed the update (noise {self.noise:.0e})"
+                f"or a defense or rounding changed the update (noise {self.noise:.0e})"
             )
 
     @cached_property

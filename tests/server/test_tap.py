@@ -13,6 +13,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import threading
 import weakref
 from collections import deque
@@ -27,6 +28,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.server import strategy as older
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     Bulyan,
@@ -663,6 +665,7 @@ class Later(FedAvg):
 def test_a_start_that_returns_before_the_training_is_recorded_to_its_end(
     audit: Path, kind: type[FedAvg], wait: Callable[[Any], Any]
 ) -> None:
+    curious(FedAvg(), audit, audit.parent / "other")  # from now on FedAvg's own start is watched, too
     wait(start(curious(kind(), audit, audit.parent / "run"), Nodes()))
     gc.collect()
 
@@ -672,6 +675,7 @@ def test_a_start_that_returns_before_the_training_is_recorded_to_its_end(
 
     wait_for(trained)
     assert [bool(o["digest"]) for o in opened(audit.parent / "run")[1]] == [True] * 3 * NODES
+    assert not (audit.parent / "run-2").exists()
 
 
 # -------------------------------------------------------------------------------------------------- what is recorded
@@ -1061,6 +1065,20 @@ def test_a_wrapped_strategy_that_is_never_started_gives_a_warning(audit: Path, l
     del wrapper
     gc.collect()
     assert "never called" in log.text and not (audit.parent / "run").exists()
+
+
+@pytest.mark.parametrize(("allow", "flags"), [("mine", ["--allow", "mine"]), (None, [])])
+def test_packages_may_be_one_name_or_none(
+    audit: Path, log: pytest.LogCaptureFixture, allow: Any, flags: list[str]
+) -> None:
+    start(curious(FedAvg(), audit, audit.parent / "run", allow), Nodes(), rounds=1)
+    (command,) = re.findall(r"with: fedgauge audit \S+(.*)", log.text)
+    assert command.split() == flags
+
+
+def test_a_strategy_of_flowers_older_api_is_named_by_its_module(audit: Path) -> None:
+    with pytest.raises(TypeError, match=r"flwr\.server\.strategy\.fedavg\.FedAvg"):
+        curious(older.FedAvg(), audit, audit.parent / "run")  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("wrong", [FedAvg, "FedAvg", None])
