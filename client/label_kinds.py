@@ -30,6 +30,7 @@ class LabelKind:
         public: labels (N, ...) of the attacker's public examples; default: none, which only this base works without.
         tried: outputs of the network for a few public examples, their labels and the network's inputs, which the loss takes;
             None: logits (B, classes).
+        turn: the output at which a prediction of 0 or 1 turns; NaN: outputs do not approach the labels, as logarithms of numbers.
     """
 
     noun: ClassVar[str] = "one class"
@@ -40,6 +41,7 @@ class LabelKind:
 
     public: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     tried: tuple[Tensor, Tensor, Tensor] | None = None
+    turn: float = 0.0
 
     def width(self, classes: int) -> int:
         """Count the free numbers of a label that is optimised."""
@@ -120,7 +122,7 @@ class Binary(LabelKind):
         return self.public.mode().values.expand(count)
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return ((outputs.view(len(y), -1)[:, 0] > _middle(self.tried)) == (y > 0.5)).double()
+        return ((outputs.view(len(y), -1)[:, 0] > self.turn) == (y > 0.5)).double()
 
 
 class Findings(Binary):
@@ -155,7 +157,7 @@ class Findings(Binary):
         return {self.metric: _f1(*_paired(truth, guess))}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return ((outputs > _middle(self.tried)) == (y > 0.5)).double().mean(1)
+        return ((outputs > self.turn) == (y > 0.5)).double().mean(1)
 
 
 class Numbers(LabelKind):
@@ -175,8 +177,15 @@ class Numbers(LabelKind):
         """The target's standard deviation among the public examples."""
         return self.public.std(0).clamp_min(torch.finfo(torch.float32).tiny)
 
+    @property
+    def are_shares(self) -> bool:
+        """True if the numbers of an example are probabilities: their sum is 1."""
+        return self.public.dim() > 1 and bool((self.public.flatten(1).sum(1) - 1).abs().max() < SAME)
+
     def relaxed(self, free: Tensor) -> Tensor:
         free = free if self.public.dim() > 1 else free[..., 0]
+        if bool(((self.public >= 0) & (self.public <= 1)).all()):
+            return free.sigmoid()  # a loss of probabilities may refuse others
         return self.public.mean(0).to(free) + self.spread.to(free) * free
 
     def decided(self, y: Tensor) -> Tensor:
@@ -186,14 +195,12 @@ class Numbers(LabelKind):
         if not exact:
             return None
         y = self.public.mean(0)[None].to(seen)
-        sums = self.public.flatten(1).sum(1) if self.public.dim() > 1 else torch.zeros(1)
-        shares = bool((sums - 1).abs().max() < SAME)  # probabilities: their sum is known too
         for _ in range(STEPS):
             by_label = torch.autograd.functional.jacobian(slope, y).reshape(seen.numel(), y.numel())
             off = (slope(y) - seen).detach().flatten()
             if float(off.norm()) <= EXACT * float(seen.norm()):
                 break
-            if shares:
+            if self.are_shares:
                 by_label, off = torch.cat([by_label, torch.ones_like(y)]), torch.cat([off, y.sum()[None] - 1])
             y = y - (torch.linalg.pinv(by_label) @ off).view_as(y)
         left = (slope(y) - seen).detach()
@@ -210,6 +217,10 @@ class Numbers(LabelKind):
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Each example's part of R2, the explained share of the variance."""
+        if math.isnan(self.turn) and self.are_shares:
+            outputs = outputs.softmax(-1)
+        elif math.isnan(self.turn):
+            return torch.full((len(y),), torch.nan, dtype=torch.float64)
         off = (outputs.view_as(y) - y).square().flatten(1 if y.dim() > 1 else 0)
         error = off.mean(1) if off.dim() > 1 else off
         return 1 - (error / self.spread.square().mean()).double()
@@ -244,7 +255,7 @@ class Mask(LabelKind):
 
     def decided(self, y: Tensor) -> Tensor:
         if self.binary:
-            return (y > 0.5).to(self.public.dtype)
+            return (y > 0.5).long()
         return y.argmax(-1 - len(self._size))
 
     def soft(self, y: Tensor, classes: int) -> Tensor:
@@ -272,7 +283,7 @@ class Mask(LabelKind):
         """The part of each mask's pixels (B,) that the network's outputs predict correctly."""
         if not self.binary:
             return (outputs.argmax(1) == y).double().flatten(1).mean(1)
-        return ((outputs.view_as(y) > _middle(self.tried)) == (y > 0.5)).double().flatten(1).mean(1)
+        return ((outputs.view_as(y) > self.turn) == (y > 0.5)).double().flatten(1).mean(1)
 
 
 class NoLabel(LabelKind):
@@ -340,12 +351,6 @@ def _paired(truth: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
         else truth[:, None, None] - guess[None, :, None]
     )
     return truth, guess[assigned(off.abs().sum(2))]
-
-
-def _middle(tried: tuple[Tensor, Tensor, Tensor] | None) -> float:
-    """The output at which a prediction turns: that of a probability or a logit."""
-    outputs = tried[0] if tried is not None else torch.zeros(1)
-    return 0.5 if bool(((outputs >= 0) & (outputs <= 1)).all()) else 0.0
 
 
 def _overlap(truth: Tensor, guess: Tensor) -> float:

@@ -226,7 +226,8 @@ class _Trial:
         """Return the trial in float64, or unchanged if the model does not compute in float64."""
         try:
             params, weights = ({k: t.double() for k, t in part.items()} for part in (self.params, self.weights))
-            trial = replace(self, known=doubled(self.known), params=params, x=self.x.double(), weights=weights)
+            y = self.y.double() if self.y.is_floating_point() else self.y
+            trial = replace(self, known=doubled(self.known), params=params, x=self.x.double(), y=y, weights=weights)
             with torch.no_grad():
                 found = trial.updates(trial.x)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -317,7 +318,7 @@ def _choose(trial: _Trial, one_pass: bool) -> Differentiation:
 
 def _is_slope(trial: _Trial, slopes: Tensor) -> bool:
     """Compare the second derivative with differences of the first one; True where rounding would hide a fault."""
-    if trial.x.dtype != torch.float64:
+    if trial.x.dtype != torch.float64 or _in_float32(trial):
         return True
     direction = torch.randn(trial.x.shape, generator=generator("direction")).to(trial.x)
     expected = (slopes * direction).sum()
@@ -329,6 +330,15 @@ def _is_slope(trial: _Trial, slopes: Tensor) -> bool:
     size = torch.maximum(expected.abs(), NEGLIGIBLE * slopes.norm() * direction.norm())
     gaps = ((at(step) - at(-step)) / (2 * step) - expected for step in DISPLACEMENTS)
     return any(bool(gap.abs() <= SLOPE * size) for gap in gaps)
+
+
+def _in_float32(trial: _Trial) -> bool:
+    """True if the loss computes its derivative in float32 whatever the outputs are, such as by weights or labels in float32."""
+    known, x = trial.known, trial.x[0]
+    outputs = _passed(known.model, trial.params, x).requires_grad_()
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(loss_of(known.loss, outputs, trial.y[0], x), outputs)
+    return bool((slope == slope.float()).all())
 
 
 def _expected(trial: _Trial) -> tuple[_Derivatives, bool]:

@@ -160,6 +160,11 @@ class binary_cross_entropy(Criterion):
     pos_weight: Sequence[float] = (1.0,)
     reduction: Reduction = "mean"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not min(self.pos_weight, default=-1) >= 0:
+            raise ValueError(f"pos_weight must be at least 0 for each output, got {self.pos_weight}")
+
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         y = y.to(logits.dtype).view_as(logits)
         # binary_cross_entropy_with_logits lacks forward derivatives
@@ -328,12 +333,13 @@ def fitted_loss(
         except Exception as error:  # a user's function may raise anything
             problem = problem or error
             continue
-        shuffled = y.roll(1, 0) if bool((y.roll(1, 0) != y).any()) else y
-        reads = bool((form_of(outputs, y, x) - form_of(outputs, shuffled, x)).detach().abs() > 0)
+        # one label for all: a shuffle does not change the sum of absolute errors
+        other = next((each for each in public if not torch.equal(each, y[0])), y[0] + 1).expand_as(y)
+        reads = bool((form_of(outputs, y, x) - form_of(outputs, other, x)).detach().abs() > 0)
         kind = label_kind(public, outputs, reads)
         _check_kind(loss, form_of, kind, table, where, tried, public, classes)
         plain = form == 0 and not isinstance(loss, FittedLoss)
-        return loss if plain else form_of, kind(public, (outputs.detach(), y, x))
+        return loss if plain else form_of, kind(public, (outputs.detach(), y, x), _turn(form_of, kind, outputs, y, x))
     if label_kind(public, outputs, True) is Mask and outputs.shape[2:] != y.shape[y.dim() - outputs.dim() + 2 :]:
         sizes = (" x ".join(map(str, size)) for size in (outputs.shape[2:], y.shape[y.dim() - outputs.dim() + 2 :]))
         where, why = "[model]", "the network returns masks of {}, and the labels in [data] have {}".format(*sizes)
@@ -354,6 +360,19 @@ def _check_value(loss: Loss, outputs: Tensor, y: Tensor, x: Tensor | None = None
         value = loss(at, y) if x is None else loss_of(loss, at, y, x)
         if not isinstance(value, Tensor) or value.dim() or not value.isfinite() or not value.requires_grad:
             raise ValueError(f"it returned {value}")
+
+
+def _turn(loss: Loss, kind: type[LabelKind], outputs: Tensor, y: Tensor, x: Tensor) -> float:
+    """The output at which a prediction of 0 or 1 turns: 0 of logits, 0.5 of values that approach labels; NaN of other numbers."""
+    if outputs.numel() != y.numel():
+        return torch.nan if kind is Numbers else 0.0
+    labels = y.to(outputs).view_as(outputs)
+    beyond = [labels / 2, labels * 2] if kind is Numbers else [labels + 10 * (2 * labels - 1)]
+    try:
+        lower = min(float(loss_of(loss, at, y, x)) for at in beyond) < float(loss_of(loss, labels, y, x))
+    except Exception:  # a loss of probabilities may refuse other outputs
+        lower = False
+    return (torch.nan if kind is Numbers else 0.0) if lower else 0.5
 
 
 def _said(error: Exception | None) -> str:

@@ -1,5 +1,6 @@
 """Findings, numbers, one logit and no label: restored against the truth, scored next to a guess, refused where they do not fit."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedgauge.attacks.engine.compatibility import differentiation_of
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.label_restoration import restore
 from fedgauge.attacks.plan import PlannedAttack
@@ -19,12 +21,13 @@ from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.images import mnist5k
 from fedgauge.client.federation import Federation
-from fedgauge.client.label_kinds import Findings, LabelKind, NoLabel, Numbers
+from fedgauge.client.label_kinds import Binary, Findings, LabelKind, NoLabel, Numbers
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.update import Batch
 from tests.client.data.refusals import refused
 
 HERE = "tests.client.test_label_kinds"
+OWN = ("binary_cross_entropy", "mean_squared_error", "mean_absolute_error", "cross_entropy")
 SGD = {"use": "local_sgd", "rate": 0.1}
 
 
@@ -108,6 +111,23 @@ def saturated(output: Tensor, y: Tensor) -> Tensor:
     return F.huber_loss(output.squeeze(-1), y, delta=1.0)
 
 
+def poisson(output: Tensor, y: Tensor) -> Tensor:
+    return F.poisson_nll_loss(output.squeeze(-1), y)
+
+
+def weighted_bce(output: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output.squeeze(-1), y.float(), pos_weight=torch.tensor(3.0))
+
+
+def flags(as_floats: bool = True, first: int = 0) -> Dataset:
+    """One finding in each example, (N,), that the first ones lack."""
+    data = findings()
+    y, y_test = data.y[:, 0].clone(), data.y_test[:, 0]
+    y[:first] = 0
+    kinds = (y, y_test) if as_floats else (y.long(), y_test.long())
+    return replace(data, y=kinds[0], y_test=kinds[1], classes=1 if as_floats else 2)
+
+
 def reconstruction(output: Tensor, y: Tensor, x: Tensor) -> Tensor:
     return F.mse_loss(output, x)
 
@@ -120,7 +140,7 @@ def allowed() -> Iterator[None]:
 
 def built(data: dict[str, Any], model: dict[str, Any], loss: str, batch_size: int = 1, rate: float = 0.1) -> Federation:
     tables = {"seed": 0, "rounds": 1, "clients": 8, "data": {"auxiliary": 60, "batch_size": batch_size, **data}}
-    use = loss if loss in ("binary_cross_entropy", "mean_squared_error", "cross_entropy") else f"{HERE}:{loss}"
+    use = loss if loss in OWN else f"{HERE}:{loss}"
     own = {**model, "use": f"{HERE}:{model['use']}"}
     return Federation(
         Protocol.from_tables({**tables, "model": own, "loss": {"use": use}, "chain": [{**SGD, "rate": rate}]})
@@ -287,6 +307,52 @@ def test_scores_of_labels_do_not_depend_on_their_order() -> None:
     assert LabelKind().scores(torch.tensor([1, 1, 2]), torch.tensor([2, 1, 0]))["label_accuracy"] == pytest.approx(
         2 / 3
     )
+
+
+@pytest.mark.parametrize("loss", ["saturated", "mean_absolute_error"])
+def test_a_loss_that_does_not_change_when_labels_are_shuffled_reads_them(houses: dict[str, Any], loss: str) -> None:
+    fed = built(houses, {"use": "dense", "outputs": 1}, loss, rate=1e-3)
+    assert isinstance(fed.label_kind, Numbers)
+
+
+def test_a_loss_reads_labels_of_which_the_first_are_equal() -> None:
+    fed = built(
+        {"use": f"{HERE}:flags", "as_floats": False, "first": 140}, {"use": "dense", "outputs": 1}, "weighted_bce"
+    )
+    public = fed.shards.auxiliary_batch().y[:6]
+    assert not public.any() and isinstance(fed.label_kind, Binary)
+
+
+def test_two_classes_as_floats_are_numbers_without_an_r2_of_logits() -> None:
+    fed = built({"use": f"{HERE}:flags"}, {"use": "dense", "outputs": 1}, "weighted_bce")
+    found, truth = restored(fed)
+    assert torch.allclose(found, truth, atol=1e-3) and math.isnan(fed.evaluate(fed.initial()[0])[0])
+    fed = built({"use": f"{HERE}:flags"}, {"use": "dense", "outputs": 1, "sigmoid": True}, "bce_of_probabilities", 5)
+    planned = PlannedAttack.from_table({"use": "inverting_gradients", "iterations": 2}, "x")
+    (result, *_) = Auditor(source := FederationSource(fed)).audit(planned, source.wave())
+    assert result.reconstruction.status == "converged"
+
+
+@pytest.mark.parametrize(
+    ("loss", "sigmoid", "turn"),
+    [("bce_of_logits", False, 0.0), ("bce_of_columns", True, 0.5), ("mean_squared_error", False, 0.5)],
+)
+def test_a_prediction_turns_where_its_loss_says(loss: str, sigmoid: bool, turn: float) -> None:
+    fed = built({"use": f"{HERE}:findings"}, {"use": "dense", "sigmoid": sigmoid}, loss)
+    outputs = torch.tensor([[0.1, 0.9, -0.5, 0.2, 0.3]])
+    assert float(fed.label_kind.right(outputs, (outputs > turn).float())) == 1
+
+
+def test_outputs_on_another_scale_than_the_numbers_have_no_r2(houses: dict[str, Any]) -> None:
+    for loss, known in (("poisson", False), ("huber", True)):
+        fed = built(houses, {"use": "dense", "outputs": 1}, loss, rate=1e-3)
+        assert (fed.evaluate(fed.initial()[0])[0] >= 0) is known
+
+
+def test_a_loss_with_weights_in_float32_has_a_second_derivative() -> None:
+    fed = built({"use": f"{HERE}:flags"}, {"use": "dense", "outputs": 1}, "weighted_bce")
+    known = Auditor(FederationSource(fed)).knowledge(PlannedAttack.from_table({"use": "analytic"}, "x"))
+    assert not differentiation_of(known, fed.initial()[0], one_pass=True).note
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from dp_accounting import get_epsilon_gaussian
 from scipy.optimize import brentq
-from scipy.stats import binom, nct, norm, ttest_ind
+from scipy.stats import binom, nct, norm, t, ttest_ind
 from torch import Generator
 
 from fedgauge.attacks.membership.one_run import (
@@ -142,6 +142,15 @@ def test_the_distance_of_normal_evidence_has_the_interval_of_students_t() -> Non
     rng = generator("student")
     coins = torch.arange(100) < 40
     evidence = torch.randn(100, generator=rng, dtype=torch.float64) + 1.5 * coins
-    t = float(ttest_ind(evidence[coins], evidence[~coins]).statistic)
-    exact = brentq(lambda delta: nct.sf(t, 98, delta) - ERROR, 0.0, t) * math.sqrt(1 / 40 + 1 / 60)
+    seen = float(ttest_ind(evidence[coins], evidence[~coins]).statistic)
+    exact = brentq(lambda delta: nct.sf(seen, 98, delta) - ERROR, 0.0, seen) * math.sqrt(1 / 40 + 1 / 60)
     assert normal_mu(evidence, coins) == pytest.approx(exact, rel=0.02)
+
+
+def test_few_canaries_refute_no_more_than_students_t_does() -> None:
+    """Six canaries in and six out, whose statistic chance exceeds in 5.5 % of runs: between the quantiles of t and normal."""
+    coins = torch.arange(12) < 6
+    noise = torch.tensor([-2.0, -1.0, -0.5, 0.5, 1.0, 2.0], dtype=torch.float64).repeat(2)
+    apart = t.isf(0.055, 10) * math.sqrt(float(noise.square().sum()) / 10 * (1 / 6 + 1 / 6))
+    assert norm.isf(ERROR) < t.isf(0.055, 10) and normal_mu(noise + apart * coins, coins) == 0
+    assert normal_mu(noise + 1.2 * apart * coins, coins) > 0

@@ -198,6 +198,7 @@ def test_a_users_class_needs_no_constructor_no_base_and_may_have_parameters(own:
         ({"use": "mylosses:unhappy"}, "LookupError.*mylosses.py, line "),
         ({"use": "mylosses:focal", "gama": 1}, "gama"),
         ({"use": "cross_entropy", "label_smoothing": 2.0}, "label_smoothing"),
+        ({"use": "binary_cross_entropy", "pos_weight": [-3.0]}, "pos_weight"),
         ({"use": "hinge"}, "hinge"),
         ({"use": "elsewhere:loss"}, "--allow elsewhere"),
     ],
