@@ -37,6 +37,8 @@ def build_strategy(table: Table, clients: int, least: int | None = None) -> Stra
     most = {"min_train_nodes": clients, "min_available_nodes": clients, "fraction_train": 1.0}
     wrong = {k: f"must be {v!r}" for k, v in agreed.items() if checked.get(k, v) != v}
     wrong |= {k: f"must be above 0 and at most {n}" for k, n in most.items() if not 0 < checked.get(k, n) <= n}
+    fewest = {"num_nodes_to_select": 1, "num_malicious_nodes": 0}
+    wrong |= {k: f"must be at least {n}" for k, n in fewest.items() if checked.get(k, n) < n}
     for key, words in wrong.items():
         raise SpecError(f"[strategy]: {key} {words}, got {checked[key]!r}")
     strategy: Strategy = build({**checked, "use": table["use"]}, "[strategy]", STRATEGY)

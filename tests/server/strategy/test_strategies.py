@@ -304,6 +304,8 @@ def test_a_late_client_joins_a_deployment_once_under_its_own_number(kit: Any) ->
         ({"use": "FedAvg", "fraction_evaluate": 0.5}, "fraction_evaluate"),
         ({"use": "FedAvg", "min_train_nodes": 5}, "min_train_nodes"),
         ({"use": "FedAvg", "min_available_nodes": 5}, "min_available_nodes"),
+        ({"use": "MultiKrum", "num_nodes_to_select": 0}, "num_nodes_to_select"),
+        ({"use": "Krum", "num_malicious_nodes": -1}, "num_malicious_nodes"),
         ({"use": "FedAvg", "train_metrics_aggr_fn": "sum"}, "train_metrics_aggr_fn"),
         ({"use": "FedAvg", "arrayrecord_key": "weights"}, "arrayrecord_key"),
         ({"use": "FedAvg", "weighted_by_key": "examples"}, "weighted_by_key"),
