@@ -289,8 +289,10 @@ class AppRecorder:
             return
         try:
             of_sent, of_reply = _pair(sent.arrays, reply.arrays)
-            for name in reply.arrays.keys() - {of_reply}:
-                self.warn("records", f"replies carry a further record, which is not recorded: {name:.60}")
+            if others := [f"{name:.60}" for name in reply.arrays if name != of_reply]:
+                self.warn(
+                    "records", f"replies carry further records, which are not recorded: {', '.join(others)}"[:250]
+                )
             of_round = self._write_sent(sent.round, client, sent.arrays[of_sent])
             update = self._tape.write_update(sent.round, client, _tensors(reply.arrays[of_reply]))
             digest = f"{of_round}:{update}"

@@ -397,6 +397,7 @@ def _check_kind(
     numbers = kind is Numbers and not bool(((public >= 0) & (public <= 1)).all())
     if single and kind is not NoLabel and not public.is_floating_point() and classes > 2:
         why = f"the network has one output, and [data] has {classes} classes: let it return {classes}"
+        why += ', or give the labels as numbers (of a table: target = "number")'
     elif is_cross_entropy(loss) or isinstance(loss, cross_entropy):
         kind = label_kind(public, outputs, True)
         distributions = public.dim() == 2 and bool(((public.sum(1) - 1).abs() < SAME).all())

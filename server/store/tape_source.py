@@ -233,7 +233,7 @@ def _check(came: Mapping[str, Tensor], sent: Mapping[str, Tensor], own: Mapping[
     for name, t in ((name, t) for name, t in came.items() if name in own):
         why = ""
         if t.shape != own[name].shape:
-            why = f"has shape {tuple(t.shape)}, that of [model] {tuple(own[name].shape)}"
+            why = f"has shape {tuple(t.shape)}, that of [model] {tuple(own[name].shape)}: name the app's network"
         elif not t.is_floating_point():
             why = f"holds whole numbers ({t.dtype}): let it send floating-point arrays"
         elif name not in sent or sent[name].shape != t.shape:

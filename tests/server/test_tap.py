@@ -778,12 +778,14 @@ def test_errors_and_silence_are_missing_with_their_reason(audit: Path) -> None:
 def test_uploads_that_cannot_be_attacked_are_recorded_and_reported_by_the_audit(
     audit: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reply = plus(weights, control=lambda net: ArrayRecord({"c": torch.ones(3)}))
+    others = {name: lambda net: ArrayRecord({"c": torch.ones(3)}) for name in ("control", "momentum")}
+    reply = plus(weights, **others)
     tapped = tap(Nodes(client_app(reply)), audit, audit.parent / "run")
     tapped.send_and_receive([train_message(1)])
     tapped.send_and_receive([Message(RecordDict(), 1, "query")])  # vertical: embeddings come back
     run, seen, problems = opened(audit.parent / "run")
     assert [p.code for p in problems] == ["records", "arrays:query"]
+    assert all(name in problems[0].words for name in others)
     assert set(run.tape().read(1, 0, seen[0]["digest"]).update) == set(model().state_dict())
     del tapped
     assert main(["audit", str(run.folder)]) == INAPPLICABLE  # the mlp has other names: nothing can be attacked
