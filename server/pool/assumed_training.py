@@ -114,7 +114,8 @@ def doubt(fed: Federation, seen: Observation, own: Batch) -> str:
     rivals = (fmean(_cosines(fed, seen, rival, min(COMPARED, orders))) for rival in _rivals(fed, own))
     if fits and sum(rival >= fmean(cosines) for rival in rivals) < BETTER:
         return ""
-    return f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f})"
+    turned = ': opposite, as of gradients: set [tape] replies = "gradients"' if cosine < -ANY_ORDER else ""
+    return f"the truth of client {seen.client} does not give its update of round {seen.round} (cosine {cosine:.2f}{turned})"
 
 
 def unchecked(fed: Federation) -> str:

@@ -156,5 +156,7 @@ def test_a_dropout_that_drops_nothing_hides_no_wrong_truth(
     fed.model.add_module("idle", nn.Dropout(p).train())
     wrong = Batch(torch.zeros_like(right.x), right.y)
     assert doubt(fed, seen, right) == ""
+    gradients = replace(seen, update={k: -t for k, t in seen.update.items()})
+    assert ("[tape] replies" in doubt(fed, gradients, right)) == doubted
     assert bool(doubt(fed, seen, wrong)) == doubted
     assert bool(unchecked(fed)) != doubted
