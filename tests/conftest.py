@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import random
+import re
 import shutil
 import sqlite3
 import tempfile
@@ -75,6 +76,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] += f"/tests-{torch.backends.cpu.get_cpu_capability()}"
     # datasets sorts with an argument that pyarrow 25 renames; it does so in flwr-datasets' shard partitioner
     config.addinivalue_line("filterwarnings", "ignore:Specifying null_placement in SortOptions:FutureWarning")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test-full` need not import files of which all tests are in `make test`."""
+    if config.option.markexpr == "full" and collection_path.match("test_*.py"):
+        return True if re.search(r"mark\.(full|product)", collection_path.read_text()) is None else None
+    return None
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
