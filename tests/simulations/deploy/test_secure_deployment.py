@@ -1,7 +1,5 @@
 """A deployment under a secure sum: the owners' files agree on it, clients drop out, and the server sees sums alone."""
 
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +16,6 @@ from fedgauge.client.deployment.secure_sum_mod import ARRAYS, RECORD
 from fedgauge.server.app import federate
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.run import Run
 from fedgauge.simulations.checks.owner_check import check_owner
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
@@ -187,28 +184,3 @@ def test_five_clients_with_threshold_three_are_refused_unless_asked_for_by_name(
     owner = OwnerConfig.load(made.folder / "clients" / "4" / "client.toml")
     (words,) = [result.message for result in check_owner(owner) if result.name == "secure sum"]
     assert "2 may drop" in words and "up to 0" in words
-
-
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
-def test_a_real_deployment_under_a_secure_sum(tmp_path: Path) -> None:
-    """Flower's own processes, TLS and keys: two clients, one round, a sum alone. A client starts a process for each question."""
-    two = (
-        SUMMED.replace("rounds = 3", "rounds = 1")
-        .replace("clients = 3", "clients = 2")
-        .replace("group = 3", "group = 2")
-    )
-    deployment, owners = deployed(tmp_path / "a", two, clients=2)
-    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "deploy", "up", str(deployment.folder), "--local"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = deployment.runs()
-    assert isinstance(run, Run)
-    with run.ledger() as ledger:
-        seen = [(o["round"], o["client"], o["status"], o["examples"]) for o in ledger.observations()]
-        assert [r["round"] for r in ledger.rounds()] == [0, 1]
-        assert (ledger.progress().done > 0, ledger.progress().failed) == (True, 0)
-    assert seen == [(1, 0, "accepted", 2)]
-    for owner in owners:
-        assert (owner.parent / "state" / "log.jsonl").read_text().count('"sent"') == 1

@@ -1,0 +1,195 @@
+"""Flower's real processes, TLS and keys on one SuperLink: whom it lets in, and what its clients train, alone and in a sum."""
+
+import shutil
+import ssl
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedgauge.server.pki import write_authority, write_node_key
+from fedgauge.server.pool.executors import LocalExecutor
+from fedgauge.server.pool.service import serve
+from fedgauge.server.store.ledger import Ledger
+from fedgauge.server.store.run import Run
+from fedgauge.simulations.deploy.folder import Deployment
+from fedgauge.simulations.deploy.local_start import LocalDeployment
+from fedgauge.simulations.deploy.services import link, services, supernode
+from fedgauge.simulations.deploy.train import register, start
+from fedgauge.simulations.run import in_memory
+from fedgauge.simulations.run.create import create_run
+from fedgauge.simulations.run.simulate import Interrupt
+from tests.small_runs import DEPLOYED
+from tests.waiting import wait_for
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.full,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux"),
+]
+
+SCENARIO = (
+    DEPLOYED.replace("rounds = 4", "rounds = 1").replace("clients = 3", "clients = 2")
+    + """
+[simulation]
+round_timeout = 100
+[audit]
+executor = "local"
+[[attack]]
+use = "inverting_gradients"
+iterations = 3
+[[attack]]
+use = "analytic"
+"""
+)
+SUMMED = SCENARIO + "[secure_sum]\ngroup = 2\nthreshold = 2\nclip = 1.0\n"
+ENTERED = "SuperNode ID:"  # what one says that was let in
+
+
+def created(folder: Path, scenario: str, grading: str) -> Deployment:
+    folder.mkdir()
+    (folder / "small.toml").write_text(scenario)
+    return Deployment.create(
+        folder / "federation",
+        2,
+        scenario=folder / "small.toml",
+        grading=grading,  # type: ignore[arg-type]
+        sampling="agreed",
+    )
+
+
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeployment]:
+    """A SuperLink that knows two keys."""
+    deployment = created(tmp_path_factory.mktemp("linked") / "plain", SCENARIO, "scores")
+    with closing(LocalDeployment(deployment, "a-run")) as local:
+        local.listen()
+        yield local
+
+
+def begin_missing(local: LocalDeployment, *names: str) -> None:
+    """Start services that do not run yet."""
+    for name in names:
+        if name not in local.children:
+            local.begin(name)
+
+
+def trained(local: LocalDeployment, name: str) -> Run:
+    """A run by the services of containers, attacked while it trains."""
+    begin_missing(local, "serverapp", "supernode-0", "supernode-1")
+    local.commands[f"attack {name}"] = services(replace(local.addresses, run=name), 2)["attack"]
+    run, _ = local.deployment.begin(name, here=True)
+
+    def look_on() -> None:
+        local.check("superlink", "serverapp", "supernode-0", "supernode-1")
+        if run.at_work("training"):
+            begin_missing(local, f"attack {name}")
+
+    assert start(local.deployment, link(local.addresses), name, Interrupt(), look_on) == 0
+    return run
+
+
+# ------------------------------------------------------------------------------------------------- who is not let in
+
+
+def refusal(local: LocalDeployment, name: str, command: tuple[str, ...]) -> str:
+    """The log of a SuperNode that is not let in."""
+    local.commands[name] = command
+    local.begin(name)
+    wait_for(lambda: local.status(name) is not None, 90)
+    said = local.deployment.log(name).read_text()
+    assert ENTERED not in said and local.status(name) != 0
+    return said
+
+
+def changed(command: tuple[str, ...], option: str, value: str) -> tuple[str, ...]:
+    place = command.index(option) + 1
+    return (*command[:place], value, *command[place + 1 :])
+
+
+def test_strangers_are_refused_and_who_is_known_is_not(linked: LocalDeployment, tmp_path: Path) -> None:
+    folder, port = linked.deployment.folder, linked.addresses.superlink[1]
+    mine = supernode(linked.addresses, 0)
+
+    write_node_key(tmp_path / "stranger")
+    said = refusal(linked, "stranger", changed(mine, "--auth-supernode-private-key", str(tmp_path / "stranger")))
+    assert "Exit Code: 305" in said, said
+
+    without = [w for i, w in enumerate(mine) if "--auth-supernode" not in w and "--auth-supernode" not in mine[i - 1]]
+    assert "Exit Code: 305" in refusal(linked, "keyless", tuple(without)), "nobody makes himself known"
+
+    (tmp_path / "other").mkdir()
+    write_authority(tmp_path / "other")
+    said = refusal(linked, "deceived", changed(mine, "--root-certificates", str(tmp_path / "other" / "ca.crt")))
+    assert "certificate" in said.lower(), said
+
+    with pytest.raises((urllib.error.URLError, ConnectionError)):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10)
+    trusting = ssl.create_default_context(cafile=folder / "tls" / "ca.crt")
+    with urllib.request.urlopen(f"https://127.0.0.1:{port}/health", timeout=10, context=trusting) as answer:
+        assert answer.status == 200
+    asked = urllib.request.Request(
+        f"https://127.0.0.1:{port}/v1/runtime/acquire-task",
+        data=b"",
+        headers={"Content-Type": "application/protobuf", "Accept": "application/protobuf"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as denied:  # else anybody could run in the ServerApp's place
+        urllib.request.urlopen(asked, timeout=10, context=trusting)
+    with denied.value as answer:  # which holds a socket
+        assert answer.code in (401, 403), answer.read()
+
+    register(linked.deployment, f"127.0.0.1:{port}")  # once more changes nothing
+    begin_missing(linked, "supernode-0")
+    known = linked.deployment.log("supernode-0")
+    wait_for(lambda: ENTERED in known.read_text(), 60)
+    assert linked.status("supernode-0") is None
+
+
+# ---------------------------------------------------------------------------------------------------- what is trained
+
+
+def by_example(ledger: Ledger) -> dict[tuple[object, ...], float]:
+    return {(r["round"], r["client"], r["attack"], r["example"]): r["value"] for r in ledger.scores("psnr")}
+
+
+def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(linked: LocalDeployment, tmp_path: Path) -> None:
+    """Two clients with files of their own, which grade the attacks: the same updates, bit for bit."""
+    run = trained(linked, "alone")
+    simulated = create_run(run.scenario(), tmp_path / "simulated")
+    in_memory.train(simulated)
+    with run.ledger() as ours, simulated.ledger() as theirs:
+        found, expected = ([tuple(o) for o in ledger.observations()] for ledger in (ours, theirs))
+        assert found == expected and len(found) == 2, "round, client, what became of it, examples, digest"
+        accuracies = [[(r["round"], r["accuracy"], r["loss"]) for r in ledger.rounds()] for ledger in (ours, theirs)]
+        assert accuracies[0] == accuracies[1]
+        serve(simulated, LocalExecutor())
+        told, truth = (by_example(ledger) for ledger in (ours, theirs))
+        assert told.keys() == truth.keys() and len(told) == 2 * 7, "two attacks, their wrong clients, three baselines"
+        # quantised to 0.5 dB by each client, and capped; packed differently, an attack's last digits differ
+        assert max(abs(told[key] - min(truth[key], 60.0)) for key in told) <= 0.25 + 0.05
+        progress = ours.progress()
+        assert (progress.done, progress.failed, progress.waiting) == (10, 0, 0)
+        graded = [r["value"] for r in ours.scores("psnr") if r["attack"] == "analytic"]
+        assert len(graded) == 2 and min(graded) >= 60, "the first layer's gradient holds the image exactly"
+
+
+def test_a_sum_of_both_clients_alone_leaves_them_under_a_secure_sum(linked: LocalDeployment, tmp_path: Path) -> None:
+    """A client starts a process for each of its questions."""
+    agreed, here = created(tmp_path / "summed", SUMMED, "off").folder, linked.deployment.folder
+    logs = [here / "clients" / str(client) / "state" / "log.jsonl" for client in (0, 1)]
+    before = [log.read_text() if log.exists() else "" for log in logs]
+    for name in ("scenario.toml", "clients/0/client.toml", "clients/1/client.toml"):
+        shutil.copyfile(agreed / name, here / name)
+    run = trained(linked, "summed")
+    with run.ledger() as ledger:
+        seen = [(o["round"], o["client"], o["status"], o["examples"]) for o in ledger.observations()]
+        assert [r["round"] for r in ledger.rounds()] == [0, 1]
+        assert (ledger.progress().done > 0, ledger.progress().failed) == (True, 0)
+    assert seen == [(1, 0, "accepted", 2)]
+    for log, earlier in zip(logs, before, strict=True):
+        assert log.read_text()[len(earlier) :].count('"sent"') == 1
