@@ -13,10 +13,11 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import pytest
 import torch
 
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.run.launch import OwnProcess
+from fedgauge.simulations.run.launch import OwnProcess, TrainingProcess
 
 FORK = multiprocessing.get_context("fork")
 # of a process that has imported what the tests' processes need, and has done nothing else
@@ -57,6 +58,17 @@ class ForkedProcess(OwnProcess):
         self._fork.kill()
         self._fork.join()
         shutil.rmtree(self.scratch)
+
+
+class ForkedTraining(TrainingProcess, ForkedProcess):
+    """A federation in training as a clean fork."""
+
+
+def processes_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs of this process start their federation and their attack service as clean forks."""
+    ready_to_fork()
+    monkeypatch.setattr("fedgauge.simulations.run.launch.OwnProcess", ForkedProcess)
+    monkeypatch.setattr("fedgauge.simulations.run.simulate.TrainingProcess", ForkedTraining)
 
 
 def _enter(arguments: tuple[str, ...], log: Path, scratch: Path) -> None:

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ import pytest
 
 from fedgauge.attacks.grading.replay import TOLERANCE
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
@@ -177,34 +175,6 @@ def test_the_trained_model_is_the_same_in_memory_and_with_curiosity_off(finished
         assert found == expected
 
 
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(SCENARIO)
-    whole = create_run(Scenario.load(tmp_path / "small.toml", [], 40), tmp_path / "whole")
-    in_memory.train(whole)
-    command = [*FEDGAUGE, "run", "--in-memory", str(tmp_path / "small.toml")]
-    command += ["--runs", str(tmp_path / "runs"), "--set", "audit.executor=local", "--rounds", "40"]
-    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        ledger_file = wait_for(lambda: next(iter(tmp_path.glob("runs/*/ledger.sqlite")), None))
-        wait_for(lambda: len(rounds_of(ledger_file)) > 1)
-    finally:
-        driver.send_signal(signal.SIGINT)
-        told, _ = driver.communicate(timeout=300)
-    run = Run(ledger_file.parent)
-    assert driver.returncode == 130 and f"fedgauge run --resume {run.folder}" in told
-    assert marked_processes() == [] and not run.model.exists()
-    done = fedgauge("run", "--in-memory", "--resume", str(run.folder), "--log", "json")
-    assert done.returncode == 0, done.stderr
-    events = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [e["round"] for e in events if e["event"] == "round"][-1] == 40
-    assert (events[-1]["event"], events[-1]["state"]) == ("finished", "complete")
-    assert (run.folder / "report.html").stat().st_size > 100_000
-    assert b"run_simulation" not in run.log("flower.log").read_bytes(), "Flower's engine was not started"
-    assert run.model.read_bytes() == whole.model.read_bytes()
-
-
 def test_a_simulation_whose_clients_would_hold_no_examples_is_refused(tmp_path: Path) -> None:
     tables = {
         "rounds": 1,
@@ -228,8 +198,3 @@ def test_a_training_in_memory_that_dies_is_reported_with_the_end_of_its_log(tmp_
         with pytest.raises(TrainingFailed):
             training.verify()
     assert not training.scratch.exists()
-
-
-def rounds_of(ledger_file: Path) -> list[object]:
-    with Ledger(ledger_file) as ledger:
-        return list(ledger.rounds())

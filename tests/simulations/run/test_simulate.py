@@ -1,11 +1,14 @@
 """The attack service beside a training: looked after, told when it is dead, left at once when the user wants no more."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
+import tomli_w
 from rich.console import Console
 
 from fedgauge.server.store.ledger import Ledger
@@ -13,11 +16,13 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.strategy.reply_checks import AcceptedReply, RoundReplies
 from fedgauge.server.update_recorder import UpdateRecorder
+from fedgauge.simulations.cli.main import main
+from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run import simulate as module
-from fedgauge.simulations.run.create import new_run
+from fedgauge.simulations.run.create import create_run, new_run
 from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
 from fedgauge.simulations.run.simulate import Interrupt, simulate
-from tests.forks import ForkedProcess
+from tests.forks import processes_are_forked
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # the attack service is a process of its own, which loads torch
@@ -58,7 +63,7 @@ Made = Callable[[object], tuple[Run, Scenario]]
 def most_services_are_forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have a process of their own, as users' runs have."""
     if not any(words in request.node.name for words in ("dies", "second_ctrl_c")):
-        monkeypatch.setattr("fedgauge.simulations.run.launch.OwnProcess", ForkedProcess)
+        processes_are_forked(monkeypatch)
 
 
 def quietly() -> Console:
@@ -169,3 +174,38 @@ def test_a_ctrl_c_while_the_training_ends_is_no_failure(begun: Made, monkeypatch
     assert interrupt.asked
     with run.ledger() as ledger:
         assert ledger.meta()["state"] == "interrupted"
+
+
+@pytest.mark.full
+def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = {**TABLES, "rounds": 40, "attack": [QUICK], "audit": {"executor": "local", "rounds": [1, 2]}}
+    whole = create_run(Scenario.from_tables(tables), tmp_path / "whole")
+    in_memory.train(whole)
+    (tmp_path / "small.toml").write_text(tomli_w.dumps(tables))
+
+    def interrupt() -> None:
+        ledger_file = wait_for(lambda: next(iter(tmp_path.glob("runs/*/ledger.sqlite")), None))
+        wait_for(lambda: rounds_of(ledger_file) > 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    (watching := Thread(target=interrupt)).start()
+    told = main(["run", "--in-memory", str(tmp_path / "small.toml"), "--runs", str(tmp_path / "runs")])
+    watching.join()
+    (folder,) = (tmp_path / "runs").iterdir()
+    run = Run.open(folder)
+    assert told == 130 and f"fedgauge run --resume {folder}" in capsys.readouterr().out
+    assert not run.model.exists() and (run.holder("training"), run.holder("audit")) == (None, None)
+    assert main(["run", "--in-memory", "--resume", str(folder), "--log", "json"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [e["round"] for e in events if e["event"] == "round"][-1] == 40
+    assert (events[-1]["event"], events[-1]["state"]) == ("finished", "complete")
+    assert (folder / "report.html").stat().st_size > 100_000
+    assert b"run_simulation" not in run.log("flower.log").read_bytes(), "Flower's engine was not started"
+    assert run.model.read_bytes() == whole.model.read_bytes()
+
+
+def rounds_of(ledger_file: Path) -> int:
+    with Ledger(ledger_file) as ledger:
+        return len(ledger.rounds())
