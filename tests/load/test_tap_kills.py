@@ -13,7 +13,7 @@ import pytest
 from fedgauge.server.store.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = int(os.environ.get("FEDGAUGE_KILLS", "5"))
+KILLS = int(os.environ.get("FEDGAUGE_KILLS", "3"))
 NODES = 4
 APP = """
 import sys
