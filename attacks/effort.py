@@ -16,7 +16,7 @@ from fedgauge.attacks.exact.patch_embedding import patches_read
 from fedgauge.attacks.exact.recursive import stages_of
 from fedgauge.attacks.limits import noise_is_known
 from fedgauge.attacks.modality.registry import modality_of
-from fedgauge.attacks.plan import ATTACK, MEMBERSHIP
+from fedgauge.attacks.plan import ATTACK, MEMBERSHIP, PlannedAttack
 from fedgauge.client.components import Table
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer
@@ -172,7 +172,10 @@ CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("quick", {"use": "membership"}),
     ("standard", {"use": "membership_over_rounds"}),
 )
-ONCE = {  # attacks without iterations
-    *("analytic", "patch_embedding", "recursive", "spear", "spear_plus_plus", "exact", "dager"),
-    *("ridge_inversion", "membership", "membership_over_rounds"),
-}
+DIRECT = {"analytic", "patch_embedding", "recursive", "exact", "dager", "ridge_inversion"}  # attacks without a search
+ONCE = {*DIRECT, "spear", "spear_plus_plus", "membership", "membership_over_rounds"}  # no effort sets their iterations
+
+
+def budget_words(planned: PlannedAttack) -> str:
+    """Return the budget of an attack in words."""
+    return "no search" if planned.table["use"] in DIRECT else str(planned.budget)

@@ -159,7 +159,7 @@ class _Unmixing(EachByItself):
             if not unproven and off * seen <= PROVEN * float((signals.norm(dim=1) * fed.norm(dim=1)).min()):
                 return Reconstruction(*guess, off, spent, 0.0, "converged")
         if best is None:
-            reason = f"nothing was found in {spent:,} iterations"
+            reason = f"nothing was found in {spent:,} tries"
             return Reconstruction(None, None, math.nan, spent, 0.0, "out_of_budget", reason)
         if not self.needs_relu and not clock.over():
             return Reconstruction(*best, error, spent, 0.0, "converged")

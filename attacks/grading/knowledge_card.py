@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fedgauge.attacks.base import LIMITS
+from fedgauge.attacks.effort import budget_words
 from fedgauge.attacks.measure import Measure
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.plan import PlannedAttack, describe
@@ -60,7 +61,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         _batch_norm(fed) if norms else "",
         "each client's earlier rounds" if attack.is_stateful else "",
         "tuned on shadow updates of auxiliary examples" if planned.tune == "shadow" else "",
-        "" if planned.metric else str(planned.budget),
+        "" if planned.metric else budget_words(planned),
     ]
     return SEPARATOR.join(filter(None, parts))
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedgauge.attacks.effort import ONCE
+from fedgauge.attacks.effort import ONCE, budget_words
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.modality.registry import MEASURED, further_leaks
@@ -274,7 +274,7 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     if e.low is not None and e.high is not None and e.clusters > 2:
         ends = f"{in_unit(e.low, by)} to {in_unit(e.high, by)}"
         apart = f"95 % interval of the difference {ends} from {clusters}"
-    budget, all_of = reading.ledger.planned()[e.attack].budget, f"over {e.n} {by.private}s"
+    budget, all_of = budget_words(reading.ledger.planned()[e.attack]), f"over {e.n} {by.private}s"
     yield f"{e.attack} ({budget}) reaches {in_unit(e.reached, by)} {by.name} on average {all_of}"
     yield f"its best baseline ({e.baseline}) reaches {in_unit(e.floor, by)} ({apart})"
     if e.exact:

@@ -7,6 +7,7 @@ from typing import get_args
 
 from rich.console import Console
 
+from fedgauge.server.views.formatting import many
 from fedgauge.simulations.cli.options import Command, Commands, flag, path, positive, several, tell
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.log import Log
@@ -68,7 +69,7 @@ def init(options: argparse.Namespace) -> int:
         options.folder, options.clients, options.host, chosen, options.grading, options.sampling
     )
     folder = deployment.folder
-    print(f"{folder}: {options.clients} clients; start it with: fedgauge deploy up {folder} --local")
+    print(f"{folder}: {many(options.clients, 'client')}; start it with: fedgauge deploy up {folder} --local")
     token = (folder / "secrets" / "dashboard").read_text()
     print(f"or in containers: ./compose.sh {folder} up --detach; the page is then http://127.0.0.1:8765/?token={token}")
     if packages := [*options.allow, *options.allow_too]:

@@ -20,6 +20,7 @@ from fedgauge.server.store.ledger_types import EMPTY
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario, attack_from, component_of, plan_of
 from fedgauge.server.store.tester_truth import TesterTruth
+from fedgauge.server.views.formatting import many
 from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.server.views.participation import other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
@@ -75,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
         try_first(scenario, console, str(options.scenario))
     folder = before or new_run(scenario, options.scenario.stem, options.runs)
     if options.log == "auto":
-        console.print(f"run {folder.name}: {scenario.protocol.clients} clients, {scenario.protocol.rounds} rounds")
+        counts = f"{many(scenario.protocol.clients, 'client')}, {many(scenario.protocol.rounds, 'round')}"
+        console.print(f"run {folder.name}: {counts}")
     status = INTERRUPTED
     with suppress(KeyboardInterrupt), Interrupt().caught() as interrupt:
         try:

@@ -52,9 +52,9 @@ def wide_console() -> Console:
 def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
     console, command = wide_console(), audit_command(reading)
 
-    def say(text: str, style: str | None = None) -> None:
+    def say(text: str, style: str | None = None, wrap: bool = False) -> None:
         words = printable(text.replace("fedgauge audit RUN", command))
-        console.print(words, style=style, markup=False, highlight=False, soft_wrap=True)
+        console.print(words, style=style, markup=False, highlight=False, soft_wrap=not wrap)
 
     ledger, meta = reading.ledger, reading.meta
     table = rounds_table(reading).only(*SHOWN)
@@ -63,7 +63,7 @@ def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
     verdict = verdict_of(reading).sentences if ledger.attacks() or not table.rows else ()
     said = "\n".join(verdict)
     if said:
-        say(said, "bold")
+        say(said, "bold", wrap=console.is_terminal)  # a file has whole lines
     if reading.scores.left_ungraded and (reason := ungraded_reason(reading)) not in said:
         say(f"reconstructions without a grade, which the report shows: {reason}")
     if meta.get("replay") == "ok":

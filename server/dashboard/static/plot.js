@@ -22,11 +22,11 @@ function layout(x, y, height, more) {
 }
 
 const legend = () => ({
-  orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, xanchor: "left", entrywidth: narrow.matches ? 260 : 230,
+  orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, xanchor: "left", maxheight: 1, entrywidth: narrow.matches ? 260 : 230,
 });
 
 /** The height that a legend with this many entries needs below a figure. */
-const legendHeight = entries => 21 * Math.ceil(entries / (narrow.matches ? 1 : 3));
+const legendHeight = entries => 30 * Math.ceil(entries / (narrow.matches ? 1 : 3));
 
 function draw(node, traces, shape) {
   if (!window.Plotly) return; // Plotly's script loads last, and redraw() is called then

@@ -33,6 +33,7 @@ def planned(use: str, **table: Any) -> PlannedAttack:
          ["BatchNorm in train mode, the batch's statistics known from the returned buffers"]),
         ({}, {"use": "dlg", "seconds": 60},
          ["labels optimised", "500 iterations x 1 restart, at most 60 s for a batch of updates"]),
+        ({}, {"use": "analytic"}, ["labels restored", "no search"]),
         ({}, {"use": "feedback_blending", "attack": "dlg"}, ["each client's earlier rounds"]),
         ({"data": {"auxiliary": 20}}, {"use": "mean_image"}, ["20 auxiliary images of the same distribution and nothing else"]),
     ],

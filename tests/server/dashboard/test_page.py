@@ -153,6 +153,22 @@ def test_a_finished_run_opens_with_its_numbers(watched: Watched, address: str, f
     assert page.url.endswith("?metric=ssim")
 
 
+def test_a_legend_of_many_attacks_is_shown_whole_and_leaves_the_plot_its_height(watched: Watched, address: str) -> None:
+    page = watched.open(f"{address}/run/first")
+    expect(page.locator(".js-line").first).to_be_visible()
+    drawn = page.evaluate(
+        """count => {
+            const node = document.body.appendChild(document.createElement("div"));
+            const traces = Array.from({ length: count }, (_, k) => ({ x: [1, 2], y: [k, k], name: `attack ${k}` }));
+            draw(node, traces, layout({}, {}, 320 + legendHeight(count)));
+            const { legend, _size } = node._fullLayout;
+            return [legend._effHeight >= legend._height, _size.h];
+        }""",
+        24,
+    )
+    assert drawn[0] and drawn[1] > 180
+
+
 # -------------------------------------------------------------------------------------------------------------- gallery
 
 

@@ -1,8 +1,10 @@
 """What a run leaves on standard output: its results, what failed, and what to do next."""
 
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.store.ledger_types import Participation
@@ -10,6 +12,8 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.notices import notices
 from fedgauge.server.views.snapshot import read_once, state_of
+from fedgauge.server.views.verdict import verdict_of
+from fedgauge.simulations.cli import run_summary
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.run.create import create_run, new_run
@@ -27,6 +31,22 @@ def test_what_waits_and_what_was_at_work_are_parked_together(taped: Run, capsys:
         ledger.release()
     assert main(["audit", str(taped.folder)]) == 0
     assert "Continue with" not in capsys.readouterr().out
+
+
+def test_a_terminal_breaks_the_verdict_between_words(
+    attacked: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with read_once(attacked) as reading:
+        verdict = verdict_of(reading).sentences[0]
+    print_summary(attacked, "auto")
+    assert verdict in capsys.readouterr().out.splitlines(), "a file has whole sentences"
+    monkeypatch.setattr(run_summary, "wide_console", lambda: Console(force_terminal=True, no_color=True, width=50))
+    print_summary(attacked, "auto")
+    plain = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)
+    lines = [line.rstrip() for line in plain.splitlines()]
+    first = next(k for k, line in enumerate(lines) if line and verdict.startswith(line))
+    assert lines[first] != verdict and max(map(len, lines[first : first + 2])) <= 50
+    assert " ".join(lines[first:]).startswith(verdict)
 
 
 def test_what_attacks_say_of_themselves_is_reported_once_each(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
