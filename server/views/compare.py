@@ -68,6 +68,8 @@ def points(named: Mapping[str, RunSnapshot], metric: str) -> Table:
     ]
     rows: list[tuple[Cell, ...]] = []
     for name, reading in named.items():
+        if metric not in reading.metrics:  # it has other private data
+            continue
         pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", restored))
         floor, epsilon = mean_of(best_of(pooled.values(), "baseline")), spent_in(reading).record
         for leak in (pooled[a] for a in reading.order if a in pooled and pooled[a].role == "attack"):

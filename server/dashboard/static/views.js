@@ -72,7 +72,7 @@ function overviewView(overview, { state }) {
     effects.length > 0 && section("The malicious server", el("dl", effects)),
     section("Leakage and accuracy over rounds", overRounds(overview, state, change), el("p.small", lines(overview)), el("p.small", overview.privacy.words)),
     section("Numbers", overview.summary.rows.length > 0 ? numbers : nothing("There are no scores yet; they will appear here."), shown(overview.reasons)),
-    section("Success over thresholds", overview.success ? specified(overview.success) : nothing("It is drawn once an attack on images has a grade.")),
+    overview.kind === "image" && section("Success over thresholds", overview.success ? specified(overview.success) : nothing("It is drawn once an attack has a grade.")),
     section("Batch membership", overview.membership_figure && specified(overview.membership_figure), shown(overview.membership_table) || empty("It was not tested.")),
     overview.canaries && section("What canaries show", el("p", overview.canaries)),
     section("What each attacker knew", knowledge(overview)),
@@ -106,13 +106,13 @@ function progressStrip(progress, state) {
     el("p", el("b", state), model), progressBar(progress, progress.expected), el("p.small", progress.words));
 }
 
-function knowledge({ cards: all }) {
+function knowledge({ cards: all, measure }) {
   if (!all.length) return empty("No attack is planned.");
   const part = words => el("li", words);
   const how = attacker => el("p.small", el("code", attacker.component), `; attacker's seed ${attacker.seed}`);
   const one = attacker => el("li.card", el("h3", attacker.name), how(attacker), el("ul.parts", attacker.parts.map(part)));
   const others = all.filter(attacker => attacker.kind !== "attack").map(attacker => `${attacker.name} (${attacker.parts.join(", ")}); `);
-  const wrong = "wrong_client(ATTACK), which grades each reconstruction against another client's images.";
+  const wrong = `wrong_client(ATTACK), which grades each reconstruction against another client's ${measure.private}s.`;
   return [
     el("ul.cards.attackers", all.filter(attacker => attacker.kind === "attack").map(one)),
     el("p.small", "Limits and baselines, which do not read the update they are graded against: ", others, wrong),

@@ -57,3 +57,8 @@ def test_where_every_attack_is_given_the_labels_no_label_is_measured(tmp_path: P
         (gate,) = gate_of_run(reading, [Threshold(OF_LABELS, 0.9)])
         assert gate.outcome == "not measured"
         assert "labels" not in verdict_of(reading).sentences[0]
+
+
+def test_a_failed_attack_is_not_listed_under_a_measure_of_other_data(tmp_path: Path) -> None:
+    with read_once(run_of(tmp_path / "run", RESTORES)) as reading:
+        assert Comparison([reading], "psnr").points.rows and not Comparison([reading], "rouge1").points.rows
