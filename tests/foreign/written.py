@@ -375,6 +375,10 @@ optimizer.step()""",
         "train": PLAIN["train"].replace("net(x)", "net((x - 0.3) / 0.2)"),
     },
     "compiled": {"train": PLAIN["train"].replace("net(x)", 'torch.compile(net, backend="eager")(x)')},
+    "doubled": {
+        "further": "torch.set_default_dtype(torch.float64)\n\n\n",
+        "train": PLAIN["train"].replace("net(x)", "net(x.double())"),
+    },
     "counted": {
         "further": """@client.train("count")
 def count(message, context):

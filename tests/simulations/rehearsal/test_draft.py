@@ -30,7 +30,7 @@ def test_frozen_layers_are_named_as_a_whole() -> None:
     ]
 
 
-@pytest.mark.parametrize(("changes", "explained"), [((0.0, 0.0, 0.0), False), ((0.0, 1e-2, 0.0), True)])
+@pytest.mark.parametrize(("changes", "explained"), [((0.0,) * 8, False), ((0.0,) * 5 + (1e-2, 0.0, 0.0), True)])
 def test_the_largest_of_several_roundings_counts(
     changes: tuple[float, ...], explained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
