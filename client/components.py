@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -382,6 +382,10 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
     elif origin in (tuple, list, Sequence) and isinstance(value, list | tuple):
         if _any_length(hint) or len(value) == len(inner):
             return tuple(coerce(item, inner[0], f"{where}[{i}]") for i, item in enumerate(value))
+    elif origin is dict and isinstance(value, dict):
+        return value
+    elif isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
+        return settings_of(hint, value, where)
     elif origin is Mapping and isinstance(value, Mapping):
         return {key: coerce(item, inner[1], f"{where}: {key}") for key, item in value.items()}
     elif isinstance(hint, type) and isinstance(value, hint) and isinstance(value, bool) <= (hint is bool):

@@ -408,7 +408,10 @@ def with_network(draft: Draft, first: Facts, form: Form) -> Scenario | None:
     reasons = []
     for network, origin in _networks(first, form):
         trial = Draft([*draft.lines])
-        trial.add("[model]", origin, **network)
+        inner = {f"[model.{key}]": value for key, value in network.items() if isinstance(value, Mapping)}
+        own = {key: value for key, value in network.items() if not isinstance(value, Mapping)}
+        for table, values in {"[model]": own, **inner}.items():
+            trial.lines += [Line(table, key, value, origin) for key, value in values.items()]
         try:
             scenario = trial.scenario()
         except SpecError as error:
@@ -474,4 +477,9 @@ def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, fi
 
 
 def _in_toml(value: object) -> bool:
-    return isinstance(value, bool | int | float | str) or (isinstance(value, list) and all(map(_in_toml, value)))
+    """Check if the draft can have a value as an argument: a config counts, one within another does not."""
+    return all(map(_in_line, value.values())) if isinstance(value, Mapping) else _in_line(value)
+
+
+def _in_line(value: object) -> bool:
+    return isinstance(value, bool | int | float | str) or (isinstance(value, list) and all(map(_in_line, value)))

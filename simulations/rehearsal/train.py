@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,13 @@ def _alike(tensors: list[Tensor]) -> bool:
     return len({(t.shape[1:], t.dtype) for t in tensors if t.dim()}) == 1 and all(t.dim() for t in tensors)
 
 
+def _written(value: object) -> object:
+    """Return an object in JSON: settings as a table without those that are None, others as text."""
+    settings = is_dataclass(value) and not isinstance(value, type)
+    return {k: v for k, v in vars(value).items() if v is not None} if settings else str(value)
+
+
 if __name__ == "__main__":
     opened = Run.open(Path(sys.argv[1]))
     found = observe(opened, json.loads(sys.argv[2]))
-    run_files.write(opened.folder / OBSERVED, json.dumps(found, default=str).encode())
+    run_files.write(opened.folder / OBSERVED, json.dumps(found, default=_written).encode())

@@ -375,6 +375,23 @@ optimizer.step()""",
         "train": PLAIN["train"].replace("net(x)", "net((x - 0.3) / 0.2)"),
     },
     "compiled": {"train": PLAIN["train"].replace("net(x)", 'torch.compile(net, backend="eager")(x)')},
+    "configured": {
+        "imports": "from dataclasses import dataclass\n\n",
+        "further": """@dataclass
+class Sizes:
+    width: int
+    bias: bool | None = None
+
+
+class Sized(Net):
+    def __init__(self, sizes: Sizes, settings: dict[str, int | str]):
+        super().__init__(sizes.width + settings["rounds more"])
+
+
+""",
+        "network": "Sized(Sizes(2), {'rounds more': 1, 'name': 'sized'})",
+        "start": "Sized(Sizes(2), {'rounds more': 1, 'name': 'sized'}).state_dict()",
+    },
     "doubled": {
         "further": "torch.set_default_dtype(torch.float64)\n\n\n",
         "train": PLAIN["train"].replace("net(x)", "net(x.double())"),

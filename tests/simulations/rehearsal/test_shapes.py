@@ -91,7 +91,7 @@ def names(normal: str, full: str) -> list[Any]:
     names(
         "epochs",
         "plain accumulated closure library batch_norm descents two_records own_loop own_strategy files weighted segments "
-        "older counted compiled doubled decayed popped outside amplified settled_norm pictures sized lazy measured "
+        "older counted compiled configured doubled decayed popped outside amplified settled_norm pictures sized lazy measured "
         "adversarial capturable compared threaded sensitive",
     ),
 )
