@@ -34,6 +34,7 @@ class MembershipResult:
         floor: area of the baseline.
         excess_low: lower end of the interval of area - floor, corrected for several tests; None below two clients.
         members: number of members.
+        clients: number of clients whose members they are.
         hits: members detected at 1 % false positives, of those with enough non-members; None without any.
         hits_by_luck: probability of as many detections by luck.
         limit: the area that the noise of one update allows; None: unknown.
@@ -48,6 +49,7 @@ class MembershipResult:
     floor: float
     excess_low: float | None
     members: int
+    clients: int
     hits: Rate | None
     hits_by_luck: float
     limit: float | None
@@ -59,7 +61,12 @@ class MembershipResult:
         """The verdict; a negative result counts only with an interval and without doubt."""
         if (self.excess_low or 0) > 0 or self.hits_by_luck <= LUCK / self.tests:
             return "leaks"
-        return "undetermined" if self.doubt or self.excess_low is None else "not shown to leak"
+        return "undetermined" if self.doubt or self.too_few else "not shown to leak"
+
+    @property
+    def too_few(self) -> bool:
+        """Check if a lead over the baseline may be luck or not: two clients' interval is wide beyond use."""
+        return self.excess_low is None or (self.clients < 3 and self.area > self.floor)
 
     @property
     def leaks(self) -> bool:
@@ -117,6 +124,7 @@ def _result(metric: str, rows: Scores, at_rate: Scores, attack: str, tests: int)
         floor=float(gain.floor.mean()),
         excess_low=difference[0] if difference else None,
         members=len(own),
+        clients=len(np.unique(own.client)),
         hits=Rate(round(float(hits.value.sum())), len(hits)) if len(hits) else None,
         hits_by_luck=_luck(alone),
         limit=min(limits, default=None),

@@ -210,11 +210,11 @@ def verdict_of(reading: RunSnapshot) -> Verdict:
     """Return the verdict on both kinds of leak; it never says that a run is private."""
     examples = _of_examples(reading)
     doubt = doubts(reading, "members")
-    few = f"one {_unit(reading)} gives no interval: attack more {_unit(reading)}s or rounds to decide"
-    members = [
-        replace(result, doubt=doubt or (few if result.excess_low is None else ""))
-        for result in membership_results(reading.scores)
-    ]
+    unit, members = _unit(reading), []
+    for result in membership_results(reading.scores):
+        own = f"one {unit}" if result.clients < 2 else f"two {unit}s"
+        few = f"the members of {own} are too few to distinguish a leak from luck: attack more {unit}s"
+        members.append(replace(result, doubt=doubt or (few if result.too_few else "")))
     words = {examples.word, *(result.word for result in members)}
     word: Word = "undetermined"
     if "leaks" in words:

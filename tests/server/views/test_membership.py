@@ -109,6 +109,18 @@ def test_one_group_all_of_whose_members_are_detected(tmp_path: Path, rounds: Seq
     assert (result.word, "one group" in result.sentence) == (word, word == "undetermined")
 
 
+def test_a_lead_at_two_clients_may_be_luck_or_not(tmp_path: Path) -> None:
+    """Their interval is wide beyond use; at chance, nothing is hidden in it."""
+    words = {}
+    for areas in ((0.9, 0.95), (0.4, 0.5)):
+        told = [{"membership": [area] * 4, "membership_at_1_percent": [0.0] * 4} for area in areas]
+        cells = {(1, client, "membership"): each for client, each in enumerate(told)}
+        with written(tmp_path / f"{areas[0]}.sqlite", cells, TESTS) as ledger:
+            (result,) = verdict_of(LedgerAlone(ledger)).members
+        words[areas] = (result.word, "two clients are too few" in result.sentence)
+    assert words == {(0.9, 0.95): ("undetermined", True), (0.4, 0.5): ("not shown to leak", False)}
+
+
 def test_membership_known_from_the_weights_is_no_leak_of_the_update(tmp_path: Path) -> None:
     """The loss alone tells the same members: nothing was read off the update."""
     told = {"membership": [1.0, 1.0, 0.3], "membership_at_1_percent": [1.0, 1.0, 0.0]}
