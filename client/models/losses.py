@@ -185,7 +185,7 @@ class reconstruction(Criterion):
     def __call__(self, logits: Tensor, y: Tensor, x: Tensor | None = None) -> Tensor:
         assert x is not None  # a loss with a third parameter of this name gets the network's input
         if self.measure == "cross_entropy":
-            return F.binary_cross_entropy(logits, x.view_as(logits))
+            return F.binary_cross_entropy(logits, x.clamp(0, 1).view_as(logits))  # a search starts from any values
         return (logits - x.view_as(logits)).square().mean()
 
 

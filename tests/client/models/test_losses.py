@@ -50,6 +50,7 @@ from fedgauge.client.models.losses import (
     next_token,
     per_example_accuracy,
     predicts_tokens,
+    reconstruction,
     takes_probabilities,
 )
 from fedgauge.client.models.vision import detached_params, lenet
@@ -480,3 +481,8 @@ def test_a_loss_of_another_form_is_refused_with_what_to_change(loss: str, name: 
     table, y = {"use": f"tests.client.models.test_losses:{loss}"}, torch.arange(6) % 2
     with allowing(["tests"]), pytest.raises(SpecError, match=name):
         fitted_loss(named_loss(table, "[loss]"), table, "[loss]", (torch.randn(6, 2), y, torch.zeros(6, 1)), y, 2)
+
+
+def test_the_cross_entropy_of_inputs_takes_any_that_a_search_tries() -> None:
+    outputs, x = torch.full((1, 3), 0.5), torch.tensor([[-3.0, 0.4, 2.0]])
+    assert float(reconstruction("cross_entropy")(outputs, torch.zeros(1), x)) == pytest.approx(math.log(2))
