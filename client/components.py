@@ -253,6 +253,9 @@ def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]
         for folder in os.environ.get(ALLOW_PATH, "").split(os.pathsep):
             if folder and folder not in sys.path:
                 sys.path.append(folder)  # at the end, so that it hides no other package
+    import torch  # takes a second
+
+    standard = torch.get_default_dtype()
     try:
         target = pkgutil.resolve_name(value)
         fits = own or kind.admits_outside(target, (module.split(".")[0],) if entry else allowed())
@@ -261,6 +264,8 @@ def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]
             raise
         reason = f"{type(error).__name__}: {error}{own_line(error)}"
         raise SpecError(f"{where}: {name!r} cannot be imported: {reason}") from error
+    finally:
+        torch.set_default_dtype(standard)  # which a user's module may change for all of the process
     if not fits:
         raise SpecError(f"{where}: {name!r} is not {kind.noun}: {_instead(target, kind, module)}")
     return typing.cast(Callable[..., Any], target)

@@ -32,7 +32,7 @@ def build_model(table: Table, offered: Mapping[str, Any], seed: int, more_keys: 
     Raises:
         SpecError: the table fits no network, or the network does not fit the data.
     """
-    own, standard = {k: v for k, v in table.items() if k not in _CHANGES}, torch.get_default_dtype()
+    own = {k: v for k, v in table.items() if k not in _CHANGES}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "model"))
         _refuse_other_examples(own, offered)
@@ -41,7 +41,6 @@ def build_model(table: Table, offered: Mapping[str, Any], seed: int, more_keys: 
             model.register_forward_hook(_logits)
         for place, change, kind in changes_of(table):
             model = build(change, place, kind, {**offered, "model": model})
-    torch.set_default_dtype(standard)  # which a user's module may change for all of the process
     if any(p.dtype == torch.float64 for p in model.parameters()):
         model.float()  # as examples are
     for name, module in model.named_modules():
