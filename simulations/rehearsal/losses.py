@@ -91,7 +91,8 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
     if not classes and not masks and (y.size != len(y) * outputs or not np.issubdtype(y.dtype, np.floating)):
         why = f"labels are {y.dtype} of shape {y.shape[1:]}, outputs have shape {tuple(first['output'][1:])}"
         return Problem("labels", "", why, remedy)
-    if len(first["output"]) > 2 and not first["reconstructs"]:
+    masks = masks or (y.ndim > 2 and name in TWO_CLASSES)
+    if masks and len(first["output"]) > 2 and not first["reconstructs"]:
         outputs = first["output"][1]
     count = 2 if outputs == 1 and _two_classes(name, y) else outputs
     return _target(name, losses[name], count, first["reconstructs"])

@@ -164,7 +164,11 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     with run.ledger() as ledger:
         numbers = {node: client for client, node in ledger.nodes().items()}
         trainings = {
-            node: [facts for facts in observed.clients[node] if uploads_of(ledger, numbers[node], [facts])]
+            node: [
+                facts
+                for facts in observed.clients[node]
+                if facts["parameters"] == first["parameters"] and uploads_of(ledger, numbers[node], [facts])
+            ]
             for node in attacked
         }
         uploads = {node: uploads_of(ledger, numbers[node], own) for node, own in trainings.items() if own}
@@ -185,6 +189,8 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     write_draft(draft, observed, attacked, public, form, target, rounds, files, whole)
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
     shared = shared or {row["round"] for row in rows}
+    if any(facts["parameters"] != first["parameters"] for node in attacked for facts in observed.clients[node]):
+        draft.note("rounds", "clients also train another network in some rounds, which are not attacked")
     if shared < {row["round"] for row in recorded if row["client"] in {numbers[node] for node in attacked}}:
         draft.audit(sorted(shared), "rounds in which the attacked clients train")
     built = () if form.language else first["built"]

@@ -375,6 +375,19 @@ optimizer.step()""",
         "train": PLAIN["train"].replace("net(x)", "net((x - 0.3) / 0.2)"),
     },
     "compiled": {"train": PLAIN["train"].replace("net(x)", 'torch.compile(net, backend="eager")(x)')},
+    "denoised": {
+        "further": "def denoiser():\n    return nn.Conv2d(1, 1, 3, padding=1)\n\n\n",
+        "network": "denoiser()",
+        "train": "nn.functional.mse_loss(net(x + 0.1 * (7 * x).sin()), x).backward()\noptimizer.step()",
+        "start": "denoiser().state_dict()",
+    },
+    "phased": {
+        "further": "def second():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n\n\n",
+        "load": """sent = message.content["arrays"].to_torch_state_dict()
+    net = second() if "1.weight" in sent else net
+    net.load_state_dict(sent)""",
+        "server": f"{OWN_LOOP}\nstate = ArrayRecord(second().state_dict())\n{OWN_LOOP.partition(chr(10))[2]}",
+    },
     "configured": {
         "imports": "from dataclasses import dataclass\n\n",
         "further": """@dataclass

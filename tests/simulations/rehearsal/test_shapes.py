@@ -91,8 +91,8 @@ def names(normal: str, full: str) -> list[Any]:
     names(
         "epochs",
         "plain accumulated closure library batch_norm descents two_records own_loop own_strategy files weighted segments "
-        "older counted compiled configured doubled decayed popped outside amplified settled_norm pictures sized lazy measured "
-        "adversarial capturable compared threaded sensitive",
+        "older counted compiled configured doubled denoised decayed popped outside amplified settled_norm pictures sized "
+        "lazy measured adversarial capturable compared threaded sensitive",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
@@ -126,6 +126,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("trainer", "", True, marks=FULL),
         pytest.param("groups", "groups", False, marks=FULL),
         pytest.param("warmed_up", "schedule", False, marks=FULL),
+        pytest.param("phased", "rounds", True, marks=FULL),
         pytest.param("private", "noise", False, marks=FULL),
         pytest.param("poisson", "batches noise", False, marks=FULL),
         pytest.param("modified", "mods", False, marks=FULL),
