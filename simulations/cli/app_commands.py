@@ -45,7 +45,8 @@ def app(options: argparse.Namespace) -> int:
     folder, draft = options.folder.resolve(), options.draft and options.draft.resolve()
     run, observed = observe(folder, options.runs.resolve(), settings, options.clients, console)
     with _copied(folder) as copy:
-        found = rehearse(run, observed, copy, options.clients, truth=not options.no_truth)
+        with console.status("updates are computed again from the observed examples"):
+            found = rehearse(run, observed, copy, options.clients, truth=not options.no_truth)
         for failure in observed.failed[:3]:
             console.print(f"a client failed: {failure}")
         for problem in found.draft.problems:

@@ -305,6 +305,15 @@ def test_what_the_app_waits_for_is_shown(tmp_path: Path) -> None:
 
 
 @FULL
+def test_the_recomputation_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["app", str(app_of("views", tmp_path)), "--runs", str(tmp_path / "runs")]) == 3
+    assert "computed again" in capsys.readouterr().err
+
+
+@FULL
 def test_pixels_are_those_before_the_apps_own_normalisation(tmp_path: Path) -> None:
     data = tomllib.loads(rehearsed(app_of("transformed", tmp_path)).draft.text())["data"]
     assert (data["mean"], data["std"]) == ([0.3], [0.2])
