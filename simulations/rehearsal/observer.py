@@ -83,6 +83,8 @@ class Training:
     scales: list[float] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     trained: set[int] = field(default_factory=set)
+    moved: set[int] = field(default_factory=set)  # parameters of the last step
+    sloped: set[int] = field(default_factory=set)  # parameters that had a gradient in a step
     optimised: set[int] = field(default_factory=set)  # parameters that an optimizer was given
     used: set[int] = field(default_factory=set)
     cleared: set[int] = field(default_factory=set)  # passes whose gradients were set to zero
@@ -277,10 +279,16 @@ class Training:
             | {"lr": float(group.get("lr", 1.0))}  # a tensor, or absent in an optimizer of the app
             for group in optimizer.param_groups
         ]
-        moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if self.trained and not moved & self.trained:
-            self.notes["turns"] = "several optimizers train different parameters by turns"
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        moved, slopes = {id(p) for p in given}, {id(p) for p in given if p.grad is not None}
         self.trained |= moved
+        if self.steps and self.steps[-1].passes == len(self.used) and not moved & self.moved:
+            self.steps[-1].groups += groups  # each of several optimizers makes a part of the step
+            self.moved |= moved
+            return
+        if self.sloped and slopes and not slopes & self.sloped:
+            self.notes["turns"] = "different parameters are trained by turns"
+        self.moved, self.sloped = moved, self.sloped | slopes
         self.used -= self.cleared - {*sorted(self.used)[: self.steps[-1].passes if self.steps else 0]}
         self.steps.append(Step(type(optimizer).__name__, groups, len(self.used), self.max_norm))
         self.max_norm = None

@@ -375,6 +375,23 @@ optimizer.step()""",
         "train": PLAIN["train"].replace("net(x)", "net((x - 0.3) / 0.2)"),
     },
     "compiled": {"train": PLAIN["train"].replace("net(x)", 'torch.compile(net, backend="eager")(x)')},
+    "in_parts": {
+        "optimizer": """parts = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (net.body, net.head)]""",
+        "train": """for images, labels in zip(x.split(4), y.split(4), strict=True):
+    net.zero_grad()
+    nn.functional.cross_entropy(net(images), labels).backward()
+    for part in parts:
+        part.step()""",
+    },
+    "by_phases": {
+        "train": """for phase, images, labels in zip((net.head, net.body), x.split(4), y.split(4), strict=True):
+    net.requires_grad_(False)
+    phase.requires_grad_(True)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(images), labels).backward()
+    optimizer.step()
+net.requires_grad_(True)""",
+    },
     "denoised": {
         "further": "def denoiser():\n    return nn.Conv2d(1, 1, 3, padding=1)\n\n\n",
         "network": "denoiser()",

@@ -36,6 +36,7 @@ FULL = pytest.mark.full
 FAR = (
     *("groups", "modified", "dropped", "penalised", "smoothed", "drawn", "ragged", "softened"),
     "signs",
+    "by_phases",
     "sharpened",
     "modified_in_training",
 )
@@ -92,7 +93,7 @@ def names(normal: str, full: str) -> list[Any]:
         "epochs",
         "plain accumulated closure library batch_norm descents two_records own_loop own_strategy files weighted segments "
         "older counted compiled configured doubled denoised decayed popped outside amplified settled_norm pictures sized "
-        "lazy measured adversarial capturable compared threaded sensitive",
+        "in_parts lazy measured adversarial capturable compared threaded sensitive",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
@@ -127,6 +128,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("groups", "groups", False, marks=FULL),
         pytest.param("warmed_up", "schedule", False, marks=FULL),
         pytest.param("phased", "rounds", True, marks=FULL),
+        pytest.param("by_phases", "turns", False, marks=FULL),
         pytest.param("private", "noise", False, marks=FULL),
         pytest.param("poisson", "batches noise", False, marks=FULL),
         pytest.param("modified", "mods", False, marks=FULL),
