@@ -314,6 +314,9 @@ def doubts(reading: RunSnapshot, kind: Kind) -> str:
         return f"{many(count, 'reconstruction')} not graded{_in_brackets(ungraded_reason(reading))}"
     if kind == "examples" and _none_moved(reading):
         return NO_DERIVATIVE
+    ended = scores.where(scores.by_attacks & ~np.isnan(scores.value)).of_metric(scores.measure.metric)
+    if kind == "examples" and {scores.statuses[s] for s in np.unique(ended.status)} == {"diverged"}:
+        return "every search diverged"
     if kind == "examples" and (read := meta.get(CLOSED_FORM)):
         return f"at the initial weights, {read}"
     if kind == "examples" and meta.get("examples") == "observed" and (few := _iterations(reading)) < SHORT:

@@ -65,12 +65,17 @@ def shorten(ledger: Ledger) -> None:
     ledger._db.execute("UPDATE attacks SET planned = json_set(planned, '$.budget.iterations', 10)")
 
 
+def diverge(ledger: Ledger) -> None:
+    ledger._db.execute("UPDATE scores SET status = 'diverged' WHERE attack = 'matching'")
+
+
 @pytest.mark.parametrize(
     ("spoil", "how", "why", "members_too"),
     [
         (meta(), {}, "", False),
         (meta(), {"flat": True}, NO_DERIVATIVE, False),
         (leave_one_ungraded, {}, "1 reconstruction not graded", False),
+        (diverge, {}, "every search diverged", False),
         (shorten, {}, "no search had more than 10 iterations", False),
         (queue_one, {}, "1 attack not ended", True),
         (meta(), {"lost": True}, "1 of 52 attacks failed: random_image (1 x): WorkerCrashed: gone", True),
