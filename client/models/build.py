@@ -41,8 +41,6 @@ def build_model(table: Table, offered: Mapping[str, Any], seed: int, more_keys: 
             model.register_forward_hook(_logits)
         for place, change, kind in changes_of(table):
             model = build(change, place, kind, {**offered, "model": model})
-    if any(p.dtype == torch.float64 for p in model.parameters()):
-        model.float()  # as examples are
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             raise SpecError(f"{WHERE}: layer {name!r} is lazy: let the factory run one example through the network")

@@ -15,7 +15,7 @@ from torch import nn
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, allowed, allowing, build, resolve, with_absolute_paths
 from fedgauge.client.federation import DATASET, TRANSFORM, Federation
-from fedgauge.client.models.build import MODEL, build_model
+from fedgauge.client.models.build import MODEL
 from fedgauge.client.models.losses import LOSS
 from fedgauge.client.protocol import Protocol
 
@@ -42,9 +42,6 @@ class Net(nn.Module):
 
 def annotated(classes: int) -> nn.Module:
     return Net(classes)
-
-def doubled(classes: int) -> nn.Module:
-    return Net(classes).double()
 
 def text() -> str:
     return "no model"
@@ -114,11 +111,8 @@ def test_allowed_components_are_built_with_the_arguments_they_request(own: Path,
 def test_a_module_in_double_precision_changes_nothing_else(own: Path) -> None:
     (own / "mynets.py").write_text("import torch\ntorch.set_default_dtype(torch.float64)\n" + OWN)
     with allowing(["mynets"], [own]):
-        model = build_model({"use": "mynets:Net"}, OFFERED, 0)
+        model = build({"use": "mynets:Net"}, "[model]", MODEL, OFFERED)
     assert torch.get_default_dtype() == torch.float32 == next(model.parameters()).dtype
-    with allowing(["mynets"], [own]):
-        doubled = build_model({"use": "mynets:doubled"}, OFFERED, 0)
-    assert {p.dtype for p in doubled.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +208,7 @@ def test_a_process_that_starts_elsewhere_keeps_to_the_same_list(own: Path, tmp_p
     root = Path(components.__file__).resolve().parents[1]
     program = """
 from fedgauge.client.components import SpecError, resolve
-from fedgauge.client.models.build import MODEL, build_model
+from fedgauge.client.models.build import MODEL
 print(resolve({"use": "mynets:Net"}, "here", MODEL).__name__)
 try:
     resolve({"use": "mypackage:Deep"}, "here", MODEL)
