@@ -270,9 +270,10 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
     refuse(forward_problem(known.model, params, x[0]))
     states = tuple(m.training for m in known.model.modules())
     steps = min(2, known.chain.local.steps)
-    key = (one_pass, examples, steps, known.shape, known.classes, known.loss, like.dtype, like.device, states)
+    key = (one_pass, examples, steps, known.shape, known.classes, known.loss, like.device, states)
     found = _chosen.setdefault(known.model, {})
-    if key not in found:
+    # a trial is in float64 wherever the model computes in it, also for a search in float32
+    if (key, torch.float64) not in found and (key, like.dtype) not in found:
         y = (
             known.label_kind.trial(PROBLEMS * examples, known.classes)
             .to(like.device)
@@ -282,13 +283,14 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
         try:
             refuse(lookup_problem(known.model, params, x[0]))
             trial = _Trial(known, params, local_sgd(known.chain.local.rate, steps), x, y, weights)
-            found[key] = _choose(trial.doubled(), one_pass)
+            trial = trial.doubled()
+            found[key, trial.x.dtype] = _choose(trial, one_pass)
         except Exception as error:  # a user's model may raise anything
             raise_if_exhausted(error)
             if isinstance(error, ValueError):
                 raise
             raise Unattackable(_undifferentiable(error)) from error
-    return found[key]
+    return found.get((key, torch.float64)) or found[key, like.dtype]
 
 
 def doubled(known: Knowledge) -> Knowledge:
@@ -300,6 +302,7 @@ def doubled(known: Knowledge) -> Knowledge:
         why = f"cannot be copied ({error_line(error)}), and float64 needs a copy"
         remedy = "set double = false, or keep what cannot be copied out of the module"
         refuse(Problem("copy", "the model", why, remedy))
+    _chosen[model] = _chosen.setdefault(known.model, {})  # a copy is differentiated as the original
     return replace(known, model=model, loss=loss)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fedgauge.attacks.base import Budget, Observation, Wave
-from fedgauge.attacks.engine.compatibility import parameter_problem
+from fedgauge.attacks.engine import compatibility
+from fedgauge.attacks.engine.compatibility import Differentiation, differentiation_of, doubled, parameter_problem
 from fedgauge.attacks.engine.gradient_distances import squared
 from fedgauge.attacks.matching import recipes
 from fedgauge.attacks.matching.objective import Objective
@@ -65,6 +67,21 @@ def test_problems_do_not_share_a_decision(how: str) -> None:
         (slope,) = torch.autograd.grad(expected, leaf)
         torch.testing.assert_close(value[c], expected.detach(), rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(slopes["x"][c], slope, rtol=1e-9, atol=1e-12)
+
+
+def test_a_network_is_tried_once_for_searches_in_either_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[torch.dtype]()
+
+    def choose(trial: Any, one_pass: bool) -> Differentiation:
+        tried.append(trial.x.dtype)
+        return Differentiation("loop")
+
+    monkeypatch.setattr(compatibility, "_choose", choose)
+    wave, known, _ = scene(clients=2)
+    double = {k: p.double() for k, p in wave.params.items()}
+    ways = [differentiation_of(known, wave.params, True)]
+    ways += [differentiation_of(doubled(known), double, True) for _ in range(2)]
+    assert ways == 3 * [Differentiation("loop")] and tried == [torch.float64]
 
 
 def test_reading_what_does_not_depend_on_the_batch_leaves_one_pass() -> None:
