@@ -1,5 +1,6 @@
 """Gradients of many candidates at the weights that the server sent, without holding all of them at once."""
 
+import warnings
 from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -114,7 +115,9 @@ class CandidateGradients:
             with suppress(Unsupported):
                 return {k: formed(t, self.params[k].shape).detach() for k, t in self._factored(part, False).items()}
             try:
-                return vmap(lambda x, y: bare(self.params, Batch(x[None], y[None]), None))(*part)
+                with warnings.catch_warnings():  # an operator without a rule is as fast example by example
+                    warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+                    return vmap(lambda x, y: bare(self.params, Batch(x[None], y[None]), None))(*part)
             except RuntimeError as error:  # not every network works under vmap
                 raise_if_exhausted(error)
         each = [bare(self.params, Batch(x[None], y[None]), self.draws) for x, y in zip(*part, strict=True)]

@@ -32,6 +32,10 @@ class Scaled(nn.Linear):
         return nn.functional.linear(x, 2 * self.weight, self.bias)
 
 
+def attention(x: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
 NETS: dict[str, Callable[..., nn.Module]] = {
     "lenet": lenet,
     "convsmall": convsmall,
@@ -39,6 +43,8 @@ NETS: dict[str, Callable[..., nn.Module]] = {
     "precode": lambda *shape: precode(
         lenet(*shape), 4, beta=0.1
     ),  # a layer that draws, at its mean, and adds to the loss
+    # vmap has no rule for its kernel, of which no warning reaches the user
+    "attention": lambda *shape: nn.Sequential(Lambda(attention), nn.Flatten(), Scaled(144, 4)),
     "refuses_vmap": lambda *shape: nn.Sequential(Lambda(OldSquare.apply), nn.Flatten(), Scaled(144, 4)),
 }
 
