@@ -35,7 +35,6 @@ def app(options: argparse.Namespace) -> int:
     from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
     from fedgauge.simulations.rehearsal.flower_app import importing
     from fedgauge.simulations.rehearsal.rehearse import observe, rehearse
-    from fedgauge.simulations.reports.report import write_report
 
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     settings = {"rounds": options.rounds}
@@ -61,7 +60,6 @@ def app(options: argparse.Namespace) -> int:
         given = [str(run.folder), "--log", options.log, *([] if options.no_truth else ["--truth", str(found.truth)])]
         with components.allowing(found.packages, importing(copy)):
             status = main(["audit", *given])
-            write_report(run)
     console.print(
         "a server that runs this app receives such updates too, and can attack them; only grading needs the examples"
     )
