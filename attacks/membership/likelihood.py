@@ -140,7 +140,7 @@ class _Evidence:
 
     def _shown(self, change: Tensor) -> Tensor:
         """The part of changes (n, d) that is seen, (n, c)."""
-        part = change[:, self.columns]
+        part = change if len(self.columns) == change.shape[1] else change[:, self.columns]  # a copy takes long
         if self.signs is None:
             return part
         mean, size = self.signs  # a large change moves a sign no further than a small one
@@ -197,7 +197,9 @@ def _seen(
 def _changes(candidates: CandidateGradients, rest: RestOfBatch, factor: float) -> Iterator[Tensor]:
     """Yield the candidates' (n, d) effect on the expected update, in chunks."""
     for rows, kept in zip(candidates.rows(), candidates.kept.split(candidates.chunk), strict=True):
-        yield (rows * kept.to(rows)[:, None] - rest.instead) * (factor / candidates.known.batch_size)
+        rows *= kept.to(rows)[:, None]
+        rows -= rest.instead
+        yield rows.mul_(factor / candidates.known.batch_size)
 
 
 def gain(chain: Chain, size: int, norm: float) -> float:
