@@ -12,7 +12,14 @@ from fedgauge.attacks.membership.candidates import MembershipTest
 from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.limit import detectability, pair_area, power
-from fedgauge.attacks.membership.scores import SCORES, Scoring, against_non_members, calibrated, classes_of
+from fedgauge.attacks.membership.scores import (
+    SCORES,
+    Scoring,
+    against_non_members,
+    calibrated,
+    check_non_members,
+    classes_of,
+)
 from fedgauge.attacks.modality.membership import GUESSES, HELD, LABELS_ALONE, MEMBER, RATES
 from fedgauge.client.components import Count, Natural
 from fedgauge.client.federation import Federation
@@ -59,7 +66,9 @@ class membership(Measure):
         """Score the candidates against each update of a wave; a client with an infinite or NaN score gets no rows."""
         wave = case.wave
         test = MembershipTest(case, self.strangers, self.held, (*wave.clients, *case.others.values()))
-        scores = self.scores(wave, case.known, test.candidates)
+        asked = torch.ones_like(test.graded) if self.is_stateful else test.graded
+        scores = torch.zeros(len(wave), len(asked), dtype=torch.float64)
+        scores[:, asked] = self.scores(wave, case.known, Batch(*(t[asked] for t in test.candidates)))
         scored = [k for k, own in enumerate(scores) if bool(own.isfinite().all())]
         if not scored:
             return {}, {}
@@ -76,7 +85,11 @@ class membership(Measure):
         """
         # one half shows how strangers score, the other the rest of a batch
         non_members, public = (Batch(*(t[i::2] for t in known.public)) for i in range(2))
+        same = torch.isin(classes_of(non_members), classes_of(candidates))
+        non_members = Batch(*(t[same] for t in non_members))
         scored = CandidateGradients(known, wave.params, concatenate([candidates, non_members]))
+        if self.score != LABELS_ALONE:
+            check_non_members(classes_of(candidates), classes_of(non_members))  # before the gradients, which take long
         rest = None
         if self.score == "likelihood_ratio":
             rest = RestOfBatch.of_population(CandidateGradients(known, wave.params, public))

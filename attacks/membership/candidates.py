@@ -57,6 +57,12 @@ class MembershipTest:
     def _labels(self) -> Tensor:
         return classes_of(self.candidates)
 
+    @property
+    def graded(self) -> Tensor:
+        """(N,) the candidates with a label of one of the batches: no other counts in `of_updates`."""
+        members = torch.searchsorted(self.rows, torch.cat([self._batch(c) for c in self.clients]))
+        return torch.isin(self._labels, self._labels[members])
+
     def _batch(self, client: int) -> Tensor:
         return self.case.fed.rows_at(client, self.case.wave.round)
 

@@ -156,10 +156,15 @@ def calibrated(ratios: Tensor, labels: Tensor, non_members: Tensor, non_member_l
 
 def _by_label(labels: Tensor, non_members: Tensor, non_member_labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """For each label, where its candidates are, and the non-members' scores (K, m)."""
+    check_non_members(labels, non_member_labels)
     for label in labels.unique().tolist():
-        same = non_members[:, non_member_labels == label]
-        if same.shape[1] < LEAST_NON_MEMBERS:
+        yield labels == label, non_members[:, non_member_labels == label]
+
+
+def check_non_members(labels: Tensor, non_member_labels: Tensor) -> None:
+    """Raise ValueError if there are too few non-members of a candidate's label."""
+    for label in labels.unique().tolist():
+        if int((non_member_labels == label).sum()) < LEAST_NON_MEMBERS:
             raise ValueError(
                 f"{2 * LEAST_NON_MEMBERS} public examples of label {label} are needed: provide more public data ([data] auxiliary)"
             )
-        yield labels == label, same

@@ -10,11 +10,12 @@ import scipy.stats
 import torch
 from torch import Tensor, nn
 
-from fedgauge.attacks.base import Wave
+from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.grading.audit import Auditor, AuditResult
 from fedgauge.attacks.measure import Case
 from fedgauge.attacks.membership.attack import membership
 from fedgauge.attacks.membership.candidates import MembershipTest, above, exceeded_by
+from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.plan import MEMBERSHIP_LIMIT, AttackPlan, PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.federation import Federation
@@ -231,11 +232,33 @@ def test_its_baseline_and_limit_come_with_it_alone() -> None:
     assert names("membership") >= mine and not names("idlg") & mine
 
 
-def test_missing_truth_or_public_examples_are_named(make_federation: Make, observe: Make) -> None:
+def test_only_candidates_that_count_are_scored(fed: Federation, observe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate whose label is in no batch changes no row."""
+    asked, scores = list[int](), membership.scores
+
+    def counted(attack: membership, wave: Wave, known: Knowledge, candidates: Batch) -> Tensor:
+        asked.append(len(candidates.y))
+        return scores(attack, wave, known, candidates)
+
+    monkeypatch.setattr(membership, "scores", counted)
+    auditor, wave = Auditor(FederationSource(fed)), observe(fed, (0, 1))
+    few = auditor.audit(planned(), wave, {0: 1, 1: 0})
+    monkeypatch.setattr(
+        MembershipTest, "graded", property(lambda test: torch.ones_like(test._labels, dtype=torch.bool))
+    )
+    every = auditor.audit(planned(), wave, {0: 1, 1: 0})
+    rows = [[replace(row, seconds=0.0) for one in results for row in one.rows] for results in (few, every)]
+    assert rows[0] == rows[1] and asked[0] < asked[1]
+
+
+def test_missing_truth_or_public_examples_are_named(
+    make_federation: Make, observe: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fed = make_federation()
     wave: Wave = observe(fed, (0,))
     blind = Auditor(FederationSource(fed, blind=True)).audit(planned(), wave)
     assert "--truth" in blind[0].reconstruction.reason
+    monkeypatch.delattr(CandidateGradients, "rows")  # missing examples are named before gradients are computed
     few = make_federation(data={**fed.protocol.data, "auxiliary": 40})
     found = Auditor(FederationSource(few)).audit(planned(), observe(few, (0,)))
     assert found[0].reconstruction.status == "not_applicable"
