@@ -60,7 +60,8 @@ class ComponentKind:
         if self.instances and isinstance(target, (*self.outside, partial)):
             return callable(target)
         if isinstance(target, partial | types.MethodType):
-            return self.admits_outside(getattr(target, "func", None) or target.__func__, packages)
+            made = target.func if isinstance(target, partial) else target.__func__
+            return self.admits_outside(made, packages)
         # a package may have imported the object only: mine:os.system
         if not is_in(str(getattr(target, "__module__", "")), packages) or inspect.isabstract(target):
             return False

@@ -147,14 +147,11 @@ def _started(
     if grid is None or (recorder := open()) is None:
         return start(*args, **options)
     tapped_grid = tapped(grid, recorder)
-    try:
+    with recorder.training():
         result = start(
             *(tapped_grid if arg is grid else arg for arg in args),
             **{k: tapped_grid if arg is grid else arg for k, arg in options.items()},
         )
-    except BaseException as error:
-        recorder.close("failed" if isinstance(error, Exception) else "interrupted")
-        raise
     if isinstance(result, Result):
         recorder.evaluated(result.evaluate_metrics_serverapp)
     if result is None or isinstance(result, Result | ArrayRecord):
@@ -195,7 +192,7 @@ class Tap:
 
 
 WATCHED = ("send_and_receive", "push_messages", "pull_messages")
-_VALUES = (type({}.values()), type(OrderedDict().values()))
+_VALUES: tuple[type, ...] = (type({}.values()), type(OrderedDict().values()))
 READ_TWICE: tuple[type, ...] = (list, tuple, set, frozenset, dict, deque, *_VALUES)  # reading them changes nothing
 
 

@@ -49,6 +49,7 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with flower(), recorder.training():
             server(tapped(grid, recorder), Context(1, 0, {}, RecordDict(), dict(app.config)))
+        recorder.close()
     except BaseException as error:
         return {"error": f"the app ended: {blamed(error, folder)}"}
     if not grid.trained:
