@@ -30,6 +30,8 @@ from tests.zoo.networks import CLASSES, Network, networks
 
 PROBLEMS, EXAMPLES = 2, 2
 ZOO = networks()
+# whose kinds of layers are those of a small network of the same family; `python -m tests.zoo.measure` looks at them too
+LIKE_SMALLER = ("resnet18", "mobilenet_v3_small", "densenet121", "regnet_y_400mf", "efficientnet_b0")
 # libraries warn of their own use of torch, and torch of its kernels
 IGNORED = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:LSTM with projections:UserWarning")
 pytestmark = [pytest.mark.filterwarnings(words) for words in IGNORED]
@@ -57,7 +59,7 @@ REASONS = {  # why some of them decline a network that others attack
 def cases() -> list[object]:
     """The zoo's networks as parameters of a test, the large ones only in the full suite."""
     marks = {name: () if network.quick else (pytest.mark.full,) for name, network in ZOO.items()}
-    return [pytest.param(network, id=name, marks=marks[name]) for name, network in ZOO.items()]
+    return [pytest.param(ZOO[name], id=name, marks=marks[name]) for name in ZOO if name not in LIKE_SMALLER]
 
 
 def knowledge(network: Network, model: nn.Module, y: Tensor, steps: int = 1) -> Knowledge:
