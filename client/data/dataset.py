@@ -91,8 +91,8 @@ class Dataset:
             dimensions = self.dimensions or self.x.dim()
             if x.dtype != self.dtype or x.dim() != dimensions or not len(x) or x.shape[1:] != self.shape:
                 yield f"{name} is {x.dtype} of shape {tuple(x.shape)}, expected {self.dtype}, (N, *{self.shape})"
-            if x.is_floating_point() and (bad := (~x.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()):
-                yield f"{len(bad)} examples of {name} hold NaN or infinity, the first is {bad[0]}: leave them out"
+            if x.is_floating_point() and (bad := int((~x.flatten(1).isfinite().all(1)).sum())):
+                yield f"NaN or infinity in {bad} of {len(x)} examples of {name}: leave them out"
             if y.is_floating_point() and len(y) == len(x):
                 yield from label_faults(y, self.classes)
                 continue

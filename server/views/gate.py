@@ -139,7 +139,7 @@ def _measured(reading: RunSnapshot, metric: str) -> tuple[float | None, str]:
         return None, f"no attack of this run has a value of {name}{missing}"
     worst = MEASURED[name].leakiest((k for k in leaks if k.best is not None), lambda k: k.best or 0.0)
     if metric.startswith(WORST) and worst is not None:
-        return worst.worst, f"the worst of {worst.n} examples, by {worst.attack}{missing}"
+        return worst.best, f"the worst of {worst.n} examples, by {worst.attack}{missing}"
     within = ""
     if leak.interval is not None:
         low, high = (number(end, MEASURED[name].digits) for end in leak.interval)

@@ -45,8 +45,8 @@ def print_summary(run: Run, log: Log) -> None:
 
 
 def wide_console() -> Console:
-    """A terminal's own width; in files and pipes 160 columns, as 80 would cut names off. It takes no text for markup."""
-    return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=160)
+    """A terminal's width, at least 80; in files and pipes 160 columns, as 80 would cut names off. It takes no text for markup."""
+    return Console(markup=False, width=max(80, Console().width) if sys.stdout.isatty() else 160)
 
 
 def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
@@ -54,7 +54,8 @@ def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
 
     def say(text: str, style: str | None = None, wrap: bool = False) -> None:
         words = printable(text.replace("fedgauge audit RUN", command))
-        console.print(words, style=style, markup=False, highlight=False, soft_wrap=not wrap)
+        width = Console().width if wrap else None
+        console.print(words, style=style, markup=False, highlight=False, soft_wrap=not wrap, width=width)
 
     ledger, meta = reading.ledger, reading.meta
     table = rounds_table(reading).only(*SHOWN)

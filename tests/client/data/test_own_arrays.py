@@ -32,6 +32,14 @@ def test_numbers_of_more_than_64_bits_are_refused_by_name(tmp_path: Path) -> Non
             build({"use": use, "path": str(tmp_path / "mine.npz")}, "[data]", DATASET)
 
 
+def test_examples_that_are_no_numbers_are_counted_among_all(tmp_path: Path) -> None:
+    x = np.zeros((10, 3, 4), np.float32)
+    x[3] = np.nan
+    np.savez(tmp_path / "mine.npz", x=x, y=np.arange(10) % 2)
+    faults = list(arrays(tmp_path / "mine.npz", test=0.1).faults())
+    assert len(faults) == 1 and "1 of 9 examples of x" in faults[0]  # the places of the file are shuffled
+
+
 def test_token_ids_are_sentences_of_their_tokenizer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra [text] is not installed")
     from tokenizers import Tokenizer, models

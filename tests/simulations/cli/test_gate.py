@@ -50,6 +50,7 @@ def test_a_run_that_leaks_fails_and_a_higher_threshold_holds(attacked: Run, caps
     assert gate(run, "--fail-above", "psnr=60") == 0
     assert gate(run, "--fail-below", "mse=1e-6", "--fail-above", "psnr=60") == 1
     assert gate(run, "--fail-above", "worst.psnr=59") == 1
+    assert gate(run, "--fail-above", "worst.psnr=80") == 1, "only means count at most 60 dB"
 
 
 def test_unmeasured_metrics_do_not_pass(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +112,7 @@ def test_invalid_thresholds_are_refused(attacked: Run, text: str, capsys: pytest
 
 def test_junit_says_what_the_lines_say(attacked: Run, tmp_path: Path) -> None:
     junit = tmp_path / "gate.xml"
-    chosen = ["--fail-above", "psnr=20", "--fail-above", "membership=.7", "--fail-above", "worst.psnr=60"]
+    chosen = ["--fail-above", "psnr=20", "--fail-above", "membership=.7", "--fail-above", "worst.psnr=1000"]
     assert gate(str(attacked.folder), *chosen, "--junit", str(junit)) == 1
     suite = ElementTree.parse(junit).getroot()[0]
     assert [suite.get(k) for k in ("tests", "failures", "errors")] == ["3", "1", "1"]

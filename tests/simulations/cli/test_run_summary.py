@@ -49,6 +49,12 @@ def test_a_terminal_breaks_the_verdict_between_words(
     assert " ".join(lines[first:]).startswith(verdict)
 
 
+def test_a_narrow_terminal_breaks_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run_summary.wide_console().width == 80
+
+
 def test_what_attacks_say_of_themselves_is_reported_once_each(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with taped.ledger() as ledger:
         while (lease := ledger.lease()) is not None:
