@@ -111,9 +111,11 @@ def test_a_second_ctrl_c_names_the_run_and_what_resumes_it(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fedgauge.simulations.run.simulate.simulate", stopped)
-    assert main(["run", str(scenario_file(tmp_path)), "--runs", str(tmp_path / "runs")]) == 130
+    assert main(["run", str(scenario_file(tmp_path, clients=1, rounds=1)), "--runs", str(tmp_path / "runs")]) == 130
     (folder,) = (tmp_path / "runs").iterdir()
-    assert f"fedgauge run --resume {folder}" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert f"fedgauge run --resume {folder}" in printed.out
+    assert f"run {folder.name}: 1 client, 1 round\n" in printed.err
 
 
 @pytest.mark.parametrize(
