@@ -349,7 +349,7 @@ def component_of(text: str) -> Table:
         raise SpecError("--attack is empty: name a component, with its settings, such as --attack 'NAME KEY=VALUE'")
     table: dict[str, Any] = {"use": use}
     for setting in settings:
-        apply_setting(table, setting)
+        apply_setting(table, setting, "--attack")
     return table
 
 
@@ -364,11 +364,11 @@ def _check_control_variates(federation: Federation, strategy: Table, tape: TapeO
         )
 
 
-def apply_setting(tables: dict[str, Any], setting: str) -> None:
+def apply_setting(tables: dict[str, Any], setting: str, option: str = "--set") -> None:
     """Set one value by its path, such as "chain.0.max_norm=2"; the value is TOML, else text."""
     path, separator, text = setting.partition("=")
     if not separator or not path:
-        raise SpecError(f"--set {setting}: expected table.key=value")
+        raise SpecError(f"{option} {setting}: expected KEY=VALUE")
     try:
         value = toml_text.parse(f"value = {text}".encode())["value"]
     except (tomllib.TOMLDecodeError, UnicodeEncodeError):
@@ -382,7 +382,7 @@ def apply_setting(tables: dict[str, Any], setting: str) -> None:
             here = here[_place(here, key)]
         here[_place(here, last)] = value
     except (TypeError, IndexError) as error:
-        raise SpecError(f"--set {setting}: the scenario has no {path!r}") from error
+        raise SpecError(f"{option} {setting}: there is no {path!r} to set") from error
 
 
 def _place(here: object, key: str) -> str | int:

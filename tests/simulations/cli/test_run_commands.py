@@ -124,6 +124,7 @@ def test_a_second_ctrl_c_names_the_run_and_what_resumes_it(
         (["--rounds", "1"], "--attack"),
         (["--clients", "0"], "--attack"),
         (["--follow", "--attack", "dlg"], "--follow"),
+        (["--attack", "dlg iterations"], "--attack iterations: expected KEY=VALUE"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(
