@@ -2,7 +2,7 @@
 
 import inspect
 
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Bulyan, Strategy
 
 from fedgauge.client.components import ComponentKind, SpecError, Table, build, check_arguments, resolve
 from fedgauge.client.deployment.secure_sum_mod import WEIGHT
@@ -42,4 +42,7 @@ def build_strategy(table: Table, clients: int, least: int | None = None) -> Stra
     for key, words in wrong.items():
         raise SpecError(f"[strategy]: {key} {words}, got {checked[key]!r}")
     strategy: Strategy = build({**checked, "use": table["use"]}, "[strategy]", STRATEGY)
+    if isinstance(strategy, Bulyan) and clients < (needed := 4 * strategy.num_malicious_nodes + 3):
+        why = f"num_malicious_nodes = {strategy.num_malicious_nodes} needs {needed} clients, and there are {clients}"
+        raise SpecError(f"[strategy]: Bulyan aggregates nothing: {why}")
     return strategy

@@ -1,6 +1,7 @@
 """The one check at the border of a scenario's own server: every reply by its header, then by its values.
 
-A bad reply is dropped, recorded with its reason, and shown. If what was aggregated is not finite, the round is undone and named.
+A bad reply is dropped, recorded with its reason, and shown. If the aggregate is not finite, or there is none, the round is undone
+and named.
 """
 
 import random
@@ -195,7 +196,7 @@ class CheckedStrategy(Wrapper):
                 raise
             return None, None, f"the strategy failed ({sanitised(f'{type(error).__name__}: {error}')})"
         if arrays is None:
-            return None, metrics, ""
+            return None, metrics, f"{type(self.inner).__name__} aggregated nothing of {len(passed)} replies"
         weights = {k: t.to(self._params[k].dtype) for k, t in arrays.to_torch_state_dict().items()}
         buffers = self._averaged_buffers(round, [reply for reply, _ in passed])
         for name, t in (*weights.items(), *buffers.items()):
