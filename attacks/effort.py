@@ -172,7 +172,10 @@ CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("quick", {"use": "membership"}),
     ("standard", {"use": "membership_over_rounds"}),
 )
-DIRECT = {"analytic", "patch_embedding", "recursive", "exact", "dager", "ridge_inversion"}  # attacks without a search
+DIRECT = {  # attacks without a search
+    *("analytic", "patch_embedding", "recursive", "exact", "dager", "ridge_inversion", "read_rows", "read_imprint"),
+    *("read_kernels", "read_latents", "read_carried", "read_features"),
+}
 ONCE = {*DIRECT, "spear", "spear_plus_plus", "membership", "membership_over_rounds"}  # no effort sets their iterations
 
 

@@ -273,7 +273,7 @@ def resolve(table: Table, where: str, kind: ComponentKind) -> Callable[..., Any]
 
 
 def _instead(target: Any, kind: ComponentKind, module: str) -> str:
-    """What to name instead of an object that is no component of this kind."""
+    """Suggest what to name instead of an object that is no component of this kind."""
     expected = kind.outside or (kind.type,)
     home, name = str(getattr(target, "__module__", "")), getattr(target, "__qualname__", "")
     if isinstance(target, expected):
@@ -388,11 +388,9 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
     elif origin in (tuple, list, Sequence) and isinstance(value, list | tuple):
         if _any_length(hint) or len(value) == len(inner):
             return tuple(coerce(item, inner[0], f"{where}[{i}]") for i, item in enumerate(value))
-    elif origin is dict and isinstance(value, dict):
-        return value
     elif isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
         return settings_of(hint, value, where)
-    elif origin is Mapping and isinstance(value, Mapping):
+    elif origin in (dict, Mapping) and isinstance(value, Mapping):
         return {key: coerce(item, inner[1], f"{where}: {key}") for key, item in value.items()}
     elif isinstance(hint, type) and isinstance(value, hint) and isinstance(value, bool) <= (hint is bool):
         return value
@@ -414,7 +412,7 @@ def spell(hint: Any) -> str:
         return spell(inner[0])
     if origin in (tuple, list, Sequence):
         return f"a list{'' if _any_length(hint) else f' of {len(inner)}'}, each {spell(inner[0])}"
-    if origin is Mapping:
+    if origin in (dict, Mapping):
         return "a table"
     names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a table"}
     return {**names, list: "a list", Path: "a path"}.get(hint, getattr(hint, "__name__", str(hint)))

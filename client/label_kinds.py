@@ -17,6 +17,7 @@ from fedgauge.client.psnr import assigned
 
 STEPS = 20  # of Newton's method, which ends after one for a squared error
 EXACT = 1e-9  # relative error at which Newton's method ends
+MOST = 1024  # numbers of a label up to which Newton's method solves for it
 SAME = 1e-3  # relative error up to which a label explains a derivative
 
 Slope = Callable[[Tensor], Tensor]  # a label of one example -> the loss's derivative by the classifier's outputs
@@ -30,7 +31,7 @@ class LabelKind:
         public: labels (N, ...) of the attacker's public examples; default: none, which only this base works without.
         tried: outputs of the network for a few public examples, their labels and the network's inputs, which the loss takes;
             None: logits (B, classes).
-        turn: the output at which a prediction of 0 or 1 turns; NaN: outputs do not approach the labels, as logarithms of numbers.
+        threshold: the output at which a prediction of 0 or 1 turns; NaN: outputs are other numbers than labels, such as logarithms.
     """
 
     noun: ClassVar[str] = "one class"
@@ -41,7 +42,7 @@ class LabelKind:
 
     public: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     tried: tuple[Tensor, Tensor, Tensor] | None = None
-    turn: float = 0.0
+    threshold: float = 0.0
 
     def width(self, classes: int) -> int:
         """Count the free numbers of a label that is optimised."""
@@ -122,7 +123,7 @@ class Binary(LabelKind):
         return self.public.mode().values.expand(count)
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return ((outputs.view(len(y), -1)[:, 0] > self.turn) == (y > 0.5)).double()
+        return ((outputs.view(len(y), -1)[:, 0] > self.threshold) == (y > 0.5)).double()
 
 
 class Findings(Binary):
@@ -157,7 +158,7 @@ class Findings(Binary):
         return {self.metric: _f1(*_paired(truth, guess))}
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return ((outputs > self.turn) == (y > 0.5)).double().mean(1)
+        return ((outputs > self.threshold) == (y > 0.5)).double().mean(1)
 
 
 class Numbers(LabelKind):
@@ -184,7 +185,7 @@ class Numbers(LabelKind):
 
     def relaxed(self, free: Tensor) -> Tensor:
         free = free if self.public.dim() > 1 else free[..., 0]
-        if bool(((self.public >= 0) & (self.public <= 1)).all()):
+        if bool(((self.public == 0) | (self.public == 1)).all()):
             return free.sigmoid()  # a loss of probabilities may refuse others
         return self.public.mean(0).to(free) + self.spread.to(free) * free
 
@@ -192,7 +193,7 @@ class Numbers(LabelKind):
         return y
 
     def solved(self, slope: Slope, seen: Tensor, exact: bool, classes: int) -> Tensor | None:
-        if not exact:
+        if not exact or self.public[0].numel() > MOST:
             return None
         y = self.public.mean(0)[None].to(seen)
         for _ in range(STEPS):
@@ -217,9 +218,9 @@ class Numbers(LabelKind):
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Each example's part of R2, the explained share of the variance."""
-        if math.isnan(self.turn) and self.are_shares:
+        if math.isnan(self.threshold) and self.are_shares:
             outputs = outputs.softmax(-1)
-        elif math.isnan(self.turn):
+        elif math.isnan(self.threshold):
             return torch.full((len(y),), torch.nan, dtype=torch.float64)
         off = (outputs.view_as(y) - y).square().flatten(1 if y.dim() > 1 else 0)
         error = off.mean(1) if off.dim() > 1 else off
@@ -255,7 +256,7 @@ class Mask(LabelKind):
 
     def decided(self, y: Tensor) -> Tensor:
         if self.binary:
-            return (y > 0.5).long()
+            return (y > 0.5).to(self.public.dtype)
         return y.argmax(-1 - len(self._size))
 
     def soft(self, y: Tensor, classes: int) -> Tensor:
@@ -283,7 +284,7 @@ class Mask(LabelKind):
         """The part of each mask's pixels (B,) that the network's outputs predict correctly."""
         if not self.binary:
             return (outputs.argmax(1) == y).double().flatten(1).mean(1)
-        return ((outputs.view_as(y) > self.turn) == (y > 0.5)).double().flatten(1).mean(1)
+        return ((outputs.view_as(y) > self.threshold) == (y > 0.5)).double().flatten(1).mean(1)
 
 
 class NoLabel(LabelKind):

@@ -15,13 +15,13 @@ import sys
 import tomllib
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -39,9 +39,9 @@ PLACEHOLDER = (
 def tap(grid: Grid, audit: str | Path, run: str | Path, allow: Sequence[str] = ()) -> Grid:
     """Return a grid that behaves like the app's own and records what its clients upload, for `fedgauge audit`.
 
-    Relative paths start from the folder of the calling file, or of the app around it, which has the audit file (if none has,
-    from the working directory); the absolute ones are logged. If nothing can be recorded, the app's own grid is returned and a
-    warning says why.
+    Relative paths start from the nearest folder with the audit file, from the calling file's up to the app's pyproject.toml;
+    else from the working directory if that has it. The absolute ones are logged. If nothing can be recorded, the app's own grid
+    is returned and a warning says why.
 
     Args:
         grid: the app's grid.
@@ -154,9 +154,9 @@ def _started(
         )
     if isinstance(result, Result):
         recorder.evaluated(result.evaluate_metrics_serverapp)
-    if result is None or isinstance(result, Result | ArrayRecord):
+    if not isinstance(result, Awaitable | Iterator | AsyncIterator | Future):
         recorder.close()
-    return result  # a coroutine, iterator or future has yet to train: the recording ends with its grid
+    return result  # one of these has yet to train: the recording ends with its grid
 
 
 class Tap:
@@ -265,7 +265,7 @@ def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path
 
 
 def _base(audit: Path, caller: Path | None) -> Path:
-    """Return the base of relative paths: the calling file's folder, one around it up to its app's, or the working directory."""
+    """Return the base of relative paths: the calling file's folder, one above it up to its app's, or the working directory."""
     here = Path.cwd() if caller is None else caller.resolve().parent
     around = [here, *here.parents]
     app = next((i for i, folder in enumerate(around) if (folder / "pyproject.toml").exists()), 0)

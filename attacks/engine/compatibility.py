@@ -247,6 +247,7 @@ class _Trial:
 
 Differentiate = Callable[[_Trial], _Derivatives]
 _chosen: WeakKeyDictionary[nn.Module, dict[Any, Differentiation]] = WeakKeyDictionary()
+_originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()  # of losses in float64
 
 
 def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Differentiation:
@@ -270,7 +271,8 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
     refuse(forward_problem(known.model, params, x[0]))
     states = tuple(m.training for m in known.model.modules())
     steps = min(2, known.chain.local.steps)
-    key = (one_pass, examples, steps, known.shape, known.classes, known.loss, like.device, states)
+    loss = _originals.get(known.loss, known.loss) if isinstance(known.loss, nn.Module) else known.loss
+    key = (one_pass, examples, steps, known.shape, known.classes, loss, like.device, states)
     found = _chosen.setdefault(known.model, {})
     # a trial is in float64 wherever the model computes in it, also for a search in float32
     if (key, torch.float64) not in found and (key, like.dtype) not in found:
@@ -302,7 +304,10 @@ def doubled(known: Knowledge) -> Knowledge:
         why = f"cannot be copied ({error_line(error)}), and float64 needs a copy"
         remedy = "set double = false, or keep what cannot be copied out of the module"
         refuse(Problem("copy", "the model", why, remedy))
-    _chosen[model] = _chosen.setdefault(known.model, {})  # a copy is differentiated as the original
+    # a copy is differentiated as the original
+    _chosen[model] = _chosen.setdefault(known.model, {})
+    if isinstance(loss, nn.Module) and isinstance(known.loss, nn.Module):
+        _originals[loss] = _originals.get(known.loss, known.loss)
     return replace(known, model=model, loss=loss)
 
 
@@ -337,11 +342,13 @@ def _is_slope(trial: _Trial, slopes: Tensor) -> bool:
 
 def _in_float32(trial: _Trial) -> bool:
     """True if the loss computes its derivative in float32 whatever the outputs are, such as by weights or labels in float32."""
-    known, x = trial.known, trial.x[0]
-    outputs = _passed(known.model, trial.params, x).requires_grad_()
-    with torch.enable_grad():
-        (slope,) = torch.autograd.grad(loss_of(known.loss, outputs, trial.y[0], x), outputs)
-    return bool((slope == slope.float()).all())
+    known, x, slopes = trial.known, trial.x[0], []
+    outputs = _passed(known.model, trial.params, x)
+    for at in (outputs, 1.37 * outputs):
+        at.requires_grad_()
+        with torch.enable_grad():
+            slopes += torch.autograd.grad(loss_of(known.loss, at, trial.y[0], x), at)
+    return not torch.equal(*slopes) and all(torch.equal(slope, slope.float().double()) for slope in slopes)
 
 
 def _expected(trial: _Trial) -> tuple[_Derivatives, bool]:

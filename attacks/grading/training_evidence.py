@@ -78,7 +78,7 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
         kind, evidence = "Adam", "it is no sum of the loss's gradients, and later steps of Adam leave no other trace"
     elif kind == "Adam" and not adam:
         instead = 'set use = "local_training" with optimizer = "adam" (or "adamw"), its rate, and its steps or epochs; '
-        instead += "one step of another such optimizer is one of adam whose rate is this size"
+        instead += "for one step of another such optimizer take adam with this size as its rate"
     elif kind == "sum of gradients" and adam:
         instead = 'set use = "local_training" with optimizer = "sgd"'
     elif kind == "unexplained":

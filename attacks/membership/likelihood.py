@@ -255,10 +255,10 @@ def _usual(squares: Tensor) -> Tensor:
 
 def _slopes(density: UpdateDistribution, seen: Tensor, without: _Expected) -> tuple[Tensor, Tensor, Tensor]:
     """Return directions (k, c), information (c,) and its part along the axes, of fully visible updates (k, c)."""
-    seen, sigma, scale = seen * density.shrink, density.sigma * density.shrink, density.scale * density.shrink
-    if scale and not sigma:
-        return _laplace(seen - without.mean, without, scale)
-    information = 1 / (without.entries + sigma**2 + 2 * scale**2)
+    seen = seen * density.shrink
+    if density.scale and not density.sigma:
+        return _laplace(seen - without.mean, without, density.scale * density.shrink)
+    information = 1 / (without.entries + density.variance * density.shrink**2)
     step, along = _inverse(without, information)
     scores = (seen - without.mean) * information
     return scores - (scores @ without.axes.T) @ step @ (without.axes * information), information, along

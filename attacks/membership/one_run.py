@@ -148,5 +148,5 @@ def normal_mu(evidence: Tensor, included: Tensor) -> float:
     mu = max(0.0, min(mu, 1e6))
     quantile = NORMAL_ERROR * (
         1 + (NORMAL_ERROR**2 + 1) / (4 * free)
-    )  # of Student's t, nearly: the deviation is estimated
+    )  # nearly Student's, as the deviation is estimated
     return max(0.0, mu - quantile * math.sqrt(1 / len(inside) + 1 / len(outside) + mu**2 / (2 * free)))

@@ -334,12 +334,14 @@ def fitted_loss(
             problem = problem or error
             continue
         # one label for all: a shuffle does not change the sum of absolute errors
-        other = next((each for each in public if not torch.equal(each, y[0])), y[0] + 1).expand_as(y)
+        other = next((each for each in public if not torch.equal(each, y[0])), (y[0] == 0).to(y)).expand_as(y)
         reads = bool((form_of(outputs, y, x) - form_of(outputs, other, x)).detach().abs() > 0)
         kind = label_kind(public, outputs, reads)
         _check_kind(loss, form_of, kind, table, where, tried, public, classes)
         plain = form == 0 and not isinstance(loss, FittedLoss)
-        return loss if plain else form_of, kind(public, (outputs.detach(), y, x), _turn(form_of, kind, outputs, y, x))
+        return loss if plain else form_of, kind(
+            public, (outputs.detach(), y, x), _threshold(form_of, kind, outputs, y, x)
+        )
     if label_kind(public, outputs, True) is Mask and outputs.shape[2:] != y.shape[y.dim() - outputs.dim() + 2 :]:
         sizes = (" x ".join(map(str, size)) for size in (outputs.shape[2:], y.shape[y.dim() - outputs.dim() + 2 :]))
         where, why = "[model]", "the network returns masks of {}, and the labels in [data] have {}".format(*sizes)
@@ -362,7 +364,7 @@ def _check_value(loss: Loss, outputs: Tensor, y: Tensor, x: Tensor | None = None
             raise ValueError(f"it returned {value}")
 
 
-def _turn(loss: Loss, kind: type[LabelKind], outputs: Tensor, y: Tensor, x: Tensor) -> float:
+def _threshold(loss: Loss, kind: type[LabelKind], outputs: Tensor, y: Tensor, x: Tensor) -> float:
     """The output at which a prediction of 0 or 1 turns: 0 of logits, 0.5 of values that approach labels; NaN of other numbers."""
     if outputs.numel() != y.numel():
         return torch.nan if kind is Numbers else 0.0

@@ -196,7 +196,8 @@ class CheckedStrategy(Wrapper):
                 raise
             return None, None, f"the strategy failed ({sanitised(f'{type(error).__name__}: {error}')})"
         if arrays is None:
-            return None, metrics, f"{type(self.inner).__name__} aggregated nothing of {len(passed)} replies"
+            counted = [reply for reply, _ in passed if self.counts(round, reply.client)]
+            return None, metrics, f"the strategy aggregated nothing of {len(counted)} replies" if counted else ""
         weights = {k: t.to(self._params[k].dtype) for k, t in arrays.to_torch_state_dict().items()}
         buffers = self._averaged_buffers(round, [reply for reply, _ in passed])
         for name, t in (*weights.items(), *buffers.items()):

@@ -34,7 +34,7 @@ class MembershipResult:
         floor: area of the baseline.
         excess_low: lower end of the interval of area - floor, corrected for several tests; None below two clients.
         members: number of members.
-        clients: number of clients whose members they are.
+        clients: number of clients that trained on the members.
         hits: members detected at 1 % false positives, of those with enough non-members; None without any.
         hits_by_luck: probability of as many detections by luck.
         limit: the area that the noise of one update allows; None: unknown.
@@ -65,7 +65,7 @@ class MembershipResult:
 
     @property
     def too_few(self) -> bool:
-        """Check if a lead over the baseline may be luck or not: two clients' interval is wide beyond use."""
+        """True if there are too few clients to distinguish a lead over the baseline from luck."""
         return self.excess_low is None or (self.clients < 3 and self.area > self.floor)
 
     @property

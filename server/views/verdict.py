@@ -210,11 +210,11 @@ def verdict_of(reading: RunSnapshot) -> Verdict:
     """Return the verdict on both kinds of leak; it never says that a run is private."""
     examples = _of_examples(reading)
     doubt = doubts(reading, "members")
-    unit, members = _unit(reading), []
+    unit = _unit(reading)
+    members = []
     for result in membership_results(reading.scores):
-        own = f"one {unit}" if result.clients < 2 else f"two {unit}s"
-        few = f"the members of {own} are too few to distinguish a leak from luck: attack more {unit}s"
-        members.append(replace(result, doubt=doubt or (few if result.too_few else "")))
+        why = f"the members of {many(result.clients, unit)} are too few to distinguish a leak from luck: attack more {unit}s"
+        members.append(replace(result, doubt=doubt or (why if result.too_few else "")))
     words = {examples.word, *(result.word for result in members)}
     word: Word = "undetermined"
     if "leaks" in words:

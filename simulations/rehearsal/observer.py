@@ -84,7 +84,7 @@ class Training:
     steps: list[Step] = field(default_factory=list)
     trained: set[int] = field(default_factory=set)
     moved: set[int] = field(default_factory=set)  # parameters of the last step
-    sloped: set[int] = field(default_factory=set)  # parameters that had a gradient in a step
+    with_slopes: set[int] = field(default_factory=set)  # parameters that had a gradient in a step
     optimised: set[int] = field(default_factory=set)  # parameters that an optimizer was given
     used: set[int] = field(default_factory=set)
     cleared: set[int] = field(default_factory=set)  # passes whose gradients were set to zero
@@ -279,18 +279,22 @@ class Training:
             | {"lr": float(group.get("lr", 1.0))}  # a tensor, or absent in an optimizer of the app
             for group in optimizer.param_groups
         ]
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        moved, slopes = {id(p) for p in given}, {id(p) for p in given if p.grad is not None}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        moved, with_slopes = {id(p) for p in parameters}, {id(p) for p in parameters if p.grad is not None}
         self.trained |= moved
-        if self.steps and self.steps[-1].passes == len(self.used) and not moved & self.moved:
-            self.steps[-1].groups += groups  # each of several optimizers makes a part of the step
+        kind, last = type(optimizer).__name__, self.steps[-1] if self.steps else None
+        if last and last.passes == len(self.used) and not moved & self.moved:  # each optimizer makes a part of the step
+            last.groups += groups
             self.moved |= moved
+            self.with_slopes |= with_slopes
+            if kind != last.optimizer:
+                self.notes["turns"] = f"a step is made by {last.optimizer} and {kind}"
             return
-        if self.sloped and slopes and not slopes & self.sloped:
+        if self.with_slopes and with_slopes and not with_slopes & self.with_slopes:
             self.notes["turns"] = "different parameters are trained by turns"
-        self.moved, self.sloped = moved, self.sloped | slopes
-        self.used -= self.cleared - {*sorted(self.used)[: self.steps[-1].passes if self.steps else 0]}
-        self.steps.append(Step(type(optimizer).__name__, groups, len(self.used), self.max_norm))
+        self.moved, self.with_slopes = moved, self.with_slopes | with_slopes
+        self.used -= self.cleared - {*sorted(self.used)[: last.passes if last else 0]}
+        self.steps.append(Step(kind, groups, len(self.used), self.max_norm))
         self.max_norm = None
 
 

@@ -59,7 +59,7 @@ EXACT = 1e-4  # relative error that rounding during training explains
 STRANGERS = 3  # clients whose examples stand in for public data, where the app has them
 ROUNDING = 1e-6  # relative difference of a fitted rate
 AMPLIFIED = 2  # times what the last bits of the examples change, as where rounding decides on which side of a ReLU's kink one is
-NUDGES = 8  # changes of these bits that are tried: a kink that decides is met by some of them only
+NUDGES = 8  # changes of these bits that are tried: only some of them cross a decisive kink
 LAST_BITS = 2.0**-21  # their relative size, that of a layer's rounding
 # codes of the problems with which a draft computes another update
 INEXACT = (

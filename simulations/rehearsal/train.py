@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +138,11 @@ def _alike(tensors: list[Tensor]) -> bool:
 
 
 def _written(value: object) -> object:
-    """Return an object in JSON: settings as a table without those that are None, others as text."""
-    settings = is_dataclass(value) and not isinstance(value, type)
-    return {k: v for k, v in vars(value).items() if v is not None} if settings else str(value)
+    """Return an object as JSON has it: the simple fields of settings as a table, others as text."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return str(value)
+    found = {each.name: getattr(value, each.name, None) for each in fields(value)}
+    return {name: v for name, v in found.items() if isinstance(v, bool | int | float | str | list | tuple)}
 
 
 if __name__ == "__main__":

@@ -218,6 +218,10 @@ def test_the_overlap_of_masks_by_hand() -> None:
     relaxed = kind.relaxed(torch.randn(5, kind.width(3)))
     assert relaxed.shape == (5, 3, 1, 4) and torch.allclose(relaxed.sum(1), torch.ones(5, 1, 4))
     assert torch.equal(kind.decided(kind.soft(truth, 3)), truth)
+    binary = Mask(truth.clamp(max=1).float())
+    assert (
+        torch.equal(binary.decided(binary.public), binary.public) and binary.decided(binary.public).is_floating_point()
+    )
 
 
 def test_a_mask_of_another_size_than_the_output_is_named_before_training(tmp_path: Path) -> None:

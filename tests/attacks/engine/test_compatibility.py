@@ -69,7 +69,10 @@ def test_problems_do_not_share_a_decision(how: str) -> None:
         torch.testing.assert_close(slopes["x"][c], slope, rtol=1e-9, atol=1e-12)
 
 
-def test_a_network_is_tried_once_for_searches_in_either_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loss", [None, nn.CrossEntropyLoss()])
+def test_a_network_is_tried_once_for_searches_in_either_precision(
+    monkeypatch: pytest.MonkeyPatch, loss: nn.Module | None
+) -> None:
     tried = list[torch.dtype]()
 
     def choose(trial: Any, one_pass: bool) -> Differentiation:
@@ -78,6 +81,7 @@ def test_a_network_is_tried_once_for_searches_in_either_precision(monkeypatch: p
 
     monkeypatch.setattr(compatibility, "_choose", choose)
     wave, known, _ = scene(clients=2)
+    known = replace(known, loss=loss or known.loss)
     double = {k: p.double() for k, p in wave.params.items()}
     ways = [differentiation_of(known, wave.params, True)]
     ways += [differentiation_of(doubled(known), double, True) for _ in range(2)]

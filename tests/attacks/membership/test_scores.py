@@ -14,7 +14,7 @@ from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.membership.candidates import above
 from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
 from fedgauge.attacks.membership.likelihood import RestOfBatch, _Expected, _slopes, gain
-from fedgauge.attacks.membership.scores import SCORES, Scoring, against_non_members
+from fedgauge.attacks.membership.scores import SCORES, Scoring, against_non_members, check_non_members
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import local_sgd, local_training
@@ -272,7 +272,7 @@ def test_a_null_is_of_the_same_label_and_large_enough() -> None:
         torch.tensor([[4.5, 104.5, 9.0]]).double(), torch.tensor([0, 1, 0]), null, non_member_labels
     )
     assert found[0].tolist() == pytest.approx([0.0, 0.0, 4.5 / torch.arange(10.0).std().item()])
-    check_named("label", lambda: against_non_members(torch.zeros(1, 1), torch.tensor([2]), null, non_member_labels))
+    check_named("label", lambda: check_non_members(torch.tensor([2]), non_member_labels))
 
 
 def test_a_score_needs_public_examples() -> None:

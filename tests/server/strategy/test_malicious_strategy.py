@@ -98,6 +98,8 @@ def test_a_round_in_which_every_client_is_targeted_keeps_the_model(
     start = run.scenario().federation.initial()[0]
     torch.testing.assert_close(sent(run, 3, 0), start)
     assert not torch.equal(read_tensors(run.model)["3.weight"], start["3.weight"])
+    with run.ledger() as ledger:
+        assert not [problem for problem in ledger.problems() if problem.code == "undone"]
 
 
 def test_the_audit_attacks_each_at_the_weights_it_was_sent_and_says_whose_server_it_is(

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 SCENARIO = (
-    DEPLOYED.replace("rounds = 4", "rounds = 2").replace("clients = 3", "clients = 2")
+    DEPLOYED.replace("rounds = 4", "rounds = 3").replace("clients = 3", "clients = 2")
     + """
 [simulation]
 round_timeout = 100
@@ -53,9 +53,8 @@ def begin_up(deployment: Deployment) -> subprocess.Popen[str]:
 
 
 def pid_of(deployment: Deployment, service: str) -> int:
-    facts = deployment.folder / "up.json"
-    pids: dict[str, int] = json.loads(facts.read_text())["pids"] if facts.exists() else {}
-    return pids.get(service, 0)
+    pids: dict[str, int] = json.loads((deployment.folder / "up.json").read_text())["pids"]
+    return pids[service]
 
 
 def reached(deployment: Deployment, round: int) -> Callable[[], bool]:
@@ -73,10 +72,10 @@ def test_one_run_through_many_faults_ends_complete(deployment: Deployment) -> No
     """A client and the attack service are killed, then the SuperLink; a second call continues."""
     first = begin_up(deployment)
     try:
-        attack = wait_for(lambda: pid_of(deployment, "attack"), 600)  # it follows as soon as the training begins
-        os.killpg(pid_of(deployment, "supernode-1"), signal.SIGKILL)
-        os.kill(attack, signal.SIGKILL)
         wait_for(reached(deployment, 1), 600)
+        os.killpg(pid_of(deployment, "supernode-1"), signal.SIGKILL)
+        os.kill(pid_of(deployment, "attack"), signal.SIGKILL)
+        wait_for(reached(deployment, 2), 600)
         os.killpg(pid_of(deployment, "superlink"), signal.SIGKILL)
         _, said = first.communicate(timeout=600)
     finally:
@@ -89,7 +88,7 @@ def test_one_run_through_many_faults_ends_complete(deployment: Deployment) -> No
     assert processes.marked(json.loads((deployment.folder / "up.json").read_text())["mark"]) == []
     (run,) = deployment.runs()
     assert Run.open(Path(told.strip().splitlines()[-1])).folder == run.folder
-    complete(run, rounds=2, clients=2)
+    complete(run, rounds=3, clients=2)
 
 
 def complete(run: Run, rounds: int, clients: int) -> None:

@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 SCENARIO = (
-    DEPLOYED.replace("rounds = 4", "rounds = 1").replace("clients = 3", "clients = 2")
+    DEPLOYED.replace("rounds = 4", "rounds = 2").replace("clients = 3", "clients = 2")
     + """
 [simulation]
 round_timeout = 100
@@ -47,7 +47,7 @@ iterations = 3
 use = "analytic"
 """
 )
-SUMMED = SCENARIO + "[secure_sum]\ngroup = 2\nthreshold = 2\nclip = 1.0\n"
+SUMMED = SCENARIO.replace("rounds = 2", "rounds = 1") + "[secure_sum]\ngroup = 2\nthreshold = 2\nclip = 1.0\n"
 ENTERED = "SuperNode ID:"  # what one says that was let in
 
 
@@ -164,18 +164,18 @@ def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(linked: LocalD
     in_memory.train(simulated)
     with run.ledger() as ours, simulated.ledger() as theirs:
         found, expected = ([tuple(o) for o in ledger.observations()] for ledger in (ours, theirs))
-        assert found == expected and len(found) == 2, "round, client, what became of it, examples, digest"
+        assert found == expected and len(found) == 4, "round, client, what became of it, examples, digest"
         accuracies = [[(r["round"], r["accuracy"], r["loss"]) for r in ledger.rounds()] for ledger in (ours, theirs)]
         assert accuracies[0] == accuracies[1]
         serve(simulated, LocalExecutor())
         told, truth = (by_example(ledger) for ledger in (ours, theirs))
-        assert told.keys() == truth.keys() and len(told) == 2 * 7, "two attacks, their wrong clients, three baselines"
+        assert told.keys() == truth.keys() and len(told) == 4 * 7, "two attacks, their wrong clients, three baselines"
         # quantised to 0.5 dB by each client, and capped; packed differently, an attack's last digits differ
         assert max(abs(told[key] - min(truth[key], 60.0)) for key in told) <= 0.25 + 0.05
         progress = ours.progress()
-        assert (progress.done, progress.failed, progress.waiting) == (10, 0, 0)
+        assert (progress.done, progress.failed, progress.waiting) == (20, 0, 0)
         graded = [r["value"] for r in ours.scores("psnr") if r["attack"] == "analytic"]
-        assert len(graded) == 2 and min(graded) >= 60, "the first layer's gradient holds the image exactly"
+        assert len(graded) == 4 and min(graded) >= 60, "the first layer's gradient holds the image exactly"
 
 
 def test_a_sum_of_both_clients_alone_leaves_them_under_a_secure_sum(linked: LocalDeployment, tmp_path: Path) -> None:

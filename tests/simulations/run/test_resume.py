@@ -21,7 +21,6 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.create import create_run, resume
-from tests.forks import processes_are_forked
 from tests.waiting import wait_for
 
 TABLES: dict[str, Any] = {
@@ -152,10 +151,9 @@ def test_a_run_that_never_began_a_round_begins(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc: Linux")
 def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL of driver, ServerApp, clients and attack service, all at once; the same ServerApp goes on in memory."""
-    processes_are_forked(monkeypatch)
+    """SIGKILL of driver, ServerApp, clients and attack service, all at once."""
     ours = uuid.uuid4().hex
     monkeypatch.setenv("FEDGAUGE_TEST", ours)
     whole = create_run(Scenario.from_tables(TABLES), tmp_path / "whole")
@@ -183,8 +181,11 @@ def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
     wait_for(lambda: run.holder("server") is None)  # a process that dies gives up its locks last
     reached = last_round(path)
     assert 1 <= reached < 4
-    assert main(["run", "--resume", str(run.folder), "--in-memory", "--log", "json"]) == 0
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    resumed = subprocess.run(
+        [*command, "--resume", str(run.folder), "--log", "json"], capture_output=True, text=True, timeout=400
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    events = [json.loads(line) for line in resumed.stdout.splitlines()]
     assert (events[-1]["event"], events[-1]["state"]) == ("finished", "complete")
     assert run.model.read_bytes() == whole.model.read_bytes()
     with run.ledger() as a, whole.ledger() as b:
@@ -198,7 +199,7 @@ def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
         psnr = Counter((r["round"], r["client"], r["attack"], r["example"]) for r in a.scores("psnr"))
         assert set(psnr.values()) == {1}, "no row is doubled"
         assert {key[:2] for key in psnr} == {(r, c) for r in (1, 2, 3, 4) for c in (0, 1)}, "and none is missing"
-    assert (run.holder("training"), run.holder("audit")) == (None, None)
+    assert processes.marked(ours, "FEDGAUGE_TEST") == []
 
 
 def last_round(path: Path) -> int:
