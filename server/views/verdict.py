@@ -288,7 +288,7 @@ def _numbers(reading: RunSnapshot, e: ExcessLeakage) -> Iterator[str]:
     elif e.exposed:
         yield f"{e.exposed} of them {'is' if e.exposed == 1 else 'are'} reconstructed {by.beyond}"
     if limit is not None:
-        yield f"no attack's mean error is below that of {decibel(limit)} dB"
+        yield f"no attack can reach a lower mean error than at {decibel(limit)} dB"
 
 
 def _unit(reading: RunSnapshot) -> str:
