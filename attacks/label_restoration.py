@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedgauge.attacks.base import Knowledge, Wave
-from fedgauge.attacks.engine.computation import LayerCall, called, classifier, close
+from fedgauge.attacks.engine.computation import LayerCall, called, classifier_parameters, close
 from fedgauge.attacks.label_rule import label_rule
 from fedgauge.attacks.solved_labels import (
     NotRestored,
@@ -26,7 +26,6 @@ from fedgauge.attacks.solved_labels import (
 from fedgauge.client.label_kinds import Binary, Findings, LabelKind, Mask, NoLabel
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import is_cross_entropy, is_mean
-from fedgauge.client.models.vision import layer_parameters
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch, Params, Update
 
@@ -228,14 +227,13 @@ def _drawn(batch: list[int], size: int, rng: Generator) -> list[int]:
 
 def _gradient(update: Update, known: Knowledge) -> tuple[Tensor, Tensor | None]:
     """The classifier's gradient up to scale, in float64: dW (classes, features), and db (classes,) where there is one."""
-    layer = _classifier(known)
-    of_weight, of_bias = layer_parameters(layer)
+    of_weight, of_bias = _classifier(known)
     weight, bias = -_exact(update[of_weight]), update.get(of_bias)
     if _is_pair(known):
         weight, bias = torch.cat([-weight, weight]), None if bias is None else torch.cat([-bias, bias])
     if len(weight) != known.classes:
         raise NotRestored(
-            f"{layer!r}, the last fully connected layer, has {len(weight)} outputs for {known.classes} classes"
+            f"{of_weight!r}, of the last fully connected layer, has {len(weight)} outputs for {known.classes} classes"
         )
     return weight, None if bias is None else -_exact(bias)
 
@@ -248,7 +246,7 @@ def _is_pair(known: Knowledge) -> bool:
 def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, dummies: "Dummies") -> Tensor:
     if known.batch_size > 1 and type(known.label_kind) in (LabelKind, Binary):
         return _restored(update, params, known, outputs)
-    of_weight, of_bias = layer_parameters(_classifier(known))
+    of_weight, of_bias = _classifier(known)
     weight, bias = (None if k not in update else -_exact(update[k]) / known.scale for k in (of_weight, of_bias))
     layer, offset = _exact(params[of_weight]), _exact(params.get(of_bias, torch.zeros(1)))
     assert weight is not None
@@ -263,11 +261,13 @@ def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, 
     return findings_of_batch(gradient, layer, offset, known, outputs, features @ layer.T + offset)
 
 
-def _classifier(known: Knowledge) -> str:
+def _classifier(known: Knowledge) -> tuple[str, str]:
+    """The names of the weight and the bias of the layer that computes the logits."""
     if isinstance(known.model, LanguageModel):
-        return known.model.parts.head[0].rpartition(".")[0]
+        weight, bias = known.model.parts.head
+        return weight, bias or ""
     try:
-        return classifier(known.model, known.shape)
+        return classifier_parameters(known.model, known.shape)
     except ValueError as error:
         raise NotRestored(error) from error
 
@@ -276,7 +276,7 @@ def _of_logits(features: Tensor, known: Knowledge, params: Params, logits: Tenso
     """Features (N, D) of the tokens with logits as outputs, for a classifier that is applied to every token."""
     if features.dim() != 3:
         return features
-    of_weight, of_bias = layer_parameters(_classifier(known))
+    of_weight, of_bias = _classifier(known)
     bias = params.get(of_bias)
     outs = features @ _exact(params[of_weight]).T + (0 if bias is None else _exact(bias))
     token = (outs - logits[:, None]).norm(dim=2).argmin(1)
@@ -314,7 +314,7 @@ class Dummies:
     @cached_property
     def run(self) -> tuple[LayerCall, Tensor]:
         """The classifier's call and the network's outputs (N, ...)."""
-        known, params, name = self.known, self.params, _classifier(self.known)
+        known, params, (name, _) = self.known, self.params, _classifier(self.known)
         if known.auxiliary is not None:
             x = known.auxiliary.x[:DUMMIES]
         else:
@@ -322,7 +322,7 @@ class Dummies:
         like = next(iter(params.values()))
         x = x.to(like) if x.is_floating_point() else x.to(like.device)  # token ids stay numbers of words
         outputs, calls = called(known.model, params, known.normalise(x))
-        return next(call for call in calls if call.name == name), outputs
+        return next(call for call in calls if call.weight == name), outputs
 
     @cached_property
     def passed(self) -> tuple[Tensor, Tensor]:
@@ -340,7 +340,7 @@ def _restored(
     """iLRG, by the system before local training or the average of those before and after; outputs: under another loss."""
     weight, bias = _gradient(update, known)
     if bias is None:
-        raise NotRestored(f"iLRG reads the classifier's bias gradient, and {_classifier(known)!r} has no bias")
+        raise NotRestored(f"iLRG reads the classifier's bias gradient, and {_classifier(known)[0]!r} has none")
     if not (_telling(weight, bias) and bias.any()):
         return _even(known)
     before, after = _systems(update, params, known, outputs)
@@ -352,7 +352,7 @@ def _restored(
 
 def _systems(update: Update, params: Params, known: Knowledge, outputs: Outputs | None = None) -> tuple[Tensor, Tensor]:
     """Contribution of an example of class j to B db_i (classes i, classes j), at the weights before and after local training."""
-    names = layer_parameters(_classifier(known))
+    names = _classifier(known)
     weight, bias = _gradient(update, known)
     assert bias is not None
     weight, bias = weight / bias.abs().max(), bias / bias.abs().max()  # no under- or overflow below

@@ -7,7 +7,7 @@ written: nn.ReLU, F.relu and .relu() are alike, in whatever order its modules ar
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +32,9 @@ _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
     F.conv2d: ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
 }
+_TRANSPOSED = (torch.t, torch.transpose, Tensor.t, Tensor.transpose, Tensor.T.__get__, Tensor.mT.__get__)  # type: ignore[attr-defined]
+_PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+_SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__)
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "relu": torch.relu,
@@ -129,11 +132,23 @@ def layer_calls(model: nn.Module, shape: Sequence[int]) -> list[LayerCall]:
         return _tried(model, torch.rand(2, *shape, generator=generator("pixels")))[3]
 
 
-_classifiers: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], str]] = WeakKeyDictionary()
+_classifiers: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], tuple[str, str]]] = WeakKeyDictionary()
 
 
 def classifier(model: nn.Module, shape: Sequence[int]) -> str:
-    """The name of the fully connected layer that computes the logits; else of the last one that is called.
+    """The name of the fully connected layer that computes the logits, which is that of its `weight` and `bias`.
+
+    Raises:
+        ValueError: as `classifier_parameters`, or they have other names.
+    """
+    layer, _, part = (weight := classifier_parameters(model, shape)[0]).rpartition(".")
+    if not layer or part != "weight":
+        raise ValueError(f"the parameter {weight!r} computes the logits, and a layer's weight and bias have to")
+    return layer
+
+
+def classifier_parameters(model: nn.Module, shape: Sequence[int]) -> tuple[str, str]:
+    """The names of the weight and bias (empty: none) that compute the logits; else of the last fully connected layer's.
 
     Raises:
         ValueError: there is none, or the model fails on made-up examples of this shape.
@@ -146,7 +161,7 @@ def classifier(model: nn.Module, shape: Sequence[int]) -> str:
         if not dense:
             raise ValueError("the model has no fully connected layer, which label restoration reads")
         ends = [call for call in dense if isinstance(result, Tensor) and close(call.output, result)]
-        found[shape] = (ends or dense)[-1].name
+        found[shape] = (ends or dense)[-1].weight, (ends or dense)[-1].bias
     return found[shape]
 
 
@@ -246,19 +261,42 @@ class LayerCallRecorder(TorchFunctionMode):
         super().__init__()
         self.calls: list[LayerCall] = []
         self.names = {id(p): name for name, p in params.items()}
+        self.transposed: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # weights by the id of their transpose, which is kept, too
+        self.products: dict[int, tuple[Tensor, int]] = {}  # of a bias yet to be added: result and number of the call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func in _TRANSPOSED and id(args[0]) in self.names and args[0].dim() == 2:
+            self.transposed[id(result)] = result, args[0]
+        elif func in _PRODUCTS and id(args[1]) in self.transposed:
+            result = self._layer(args[0], self.transposed[id(args[1])][1], None, result, {})
+            self.products[id(result)] = result, len(self.calls) - 1
+        elif func is torch.addmm and not kwargs and id(args[2]) in self.transposed:
+            return self._layer(args[1], self.transposed[id(args[2])][1], args[0], result, {})
+        elif func in _SUMS and not kwargs:
+            self._add(args, result)
         if func not in _ARGUMENTS:
             return result
         given = dict(zip(_ARGUMENTS[func], args, strict=False)) | (kwargs or {})
         taken, weight, bias = (given.pop(name, None) for name in ("input", "weight", "bias"))
-        named = id(weight) in self.names and (bias is None or id(bias) in self.names)
-        if not named:
+        return self._layer(taken, weight, bias, result, given)
+
+    def _layer(self, taken: Tensor, weight: Any, bias: Any, result: Tensor, settings: Mapping[str, Any]) -> Tensor:
+        """Note a call; return a copy of its result: what changes that in place leaves the kept one as it is."""
+        if id(weight) not in self.names or not (bias is None or id(bias) in self.names):
             return result
         names = self.names[id(weight)], "" if bias is None else self.names[id(bias)]
-        self.calls.append(LayerCall(*names, taken.detach().clone(), not taken.requires_grad, result, given))
-        return result.clone()  # what changes it in place leaves the kept one as it is
+        self.calls.append(LayerCall(*names, taken.clone(), not taken.requires_grad, result, settings))
+        return result.clone()
+
+    def _add(self, terms: Sequence[Any], result: Tensor) -> None:
+        """Note the bias that is added to a product."""
+        for product, bias in (terms, terms[::-1]):
+            if id(product) in self.products and id(bias) in self.names and bias.shape == result.shape[-1:]:
+                _, number = self.products.pop(id(product))
+                self.calls[number] = replace(self.calls[number], bias=self.names[id(bias)], output=result)
 
 
 def along(function: Callable[[Tensor], Any], x: Tensor, directions: Tensor) -> Any:

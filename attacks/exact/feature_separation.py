@@ -14,13 +14,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.func import jacrev, vmap
+from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 
 from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Streams, Wave
 from fedgauge.attacks.engine.compatibility import doubled
-from fedgauge.attacks.engine.computation import ACTIVATIONS, LayerCall, activation_between, layer_calls, layer_inputs
+from fedgauge.attacks.engine.computation import (
+    ACTIVATIONS,
+    LayerCall,
+    LayerCallRecorder,
+    activation_between,
+    layer_calls,
+)
 from fedgauge.attacks.engine.gradient_distances import each, squared
 from fedgauge.attacks.engine.optimizers import lbfgs, minimise
 from fedgauge.attacks.exact.analytic import slope_of
@@ -29,7 +35,7 @@ from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import Energy, Prior, gaussian
 from fedgauge.attacks.matching.search import LBFGSSearch
-from fedgauge.client.gradient import gradient
+from fedgauge.client.gradient import gradient, without_running_stats
 from fedgauge.client.models.losses import is_cross_entropy
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import UpdateDistribution
@@ -104,7 +110,7 @@ def _read(
     params = {k: t.double() for k, t in alone.params.items()}
     scaled = not labelling.literal(alone.alone(0), alone.params, known)
     y, inputs = _inputs(tail, seen, params, _labels(alone, known, seen[tail[0][0].bias]), scaled)
-    features, double = _Features(1.0, tail[-1][0].name, inputs), doubled(known)
+    features, double = _Features(1.0, tail[-1][0].weight, inputs), doubled(known)
     judged = partial(_judged, known=double, params=params, seen=seen, y=y, scaled=scaled)
     labelled, search = replace(known, labels=y[None]), LBFGSSearch(history=HISTORY, double=True)
     if features.inputs.shape[1] < pixels:
@@ -167,16 +173,19 @@ class _Features(Prior):
     """The squared distance from what a fully connected layer reads (B, n), relative to its variance."""
 
     weight: float
-    layer: str
+    weight_name: str
     inputs: Tensor
 
     def distances(self, known: Knowledge, params: Params) -> Callable[[Tensor, Tensor], Tensor]:
         """The distances (N,) of normalised images (N, ...) from the examples of these numbers (N,)."""
-        module, variance = known.model.get_submodule(self.layer), self.inputs.var()
+        variance = self.inputs.var()
 
         def of(x: Tensor, chosen: Tensor) -> Tensor:
-            ((_, read),) = layer_inputs(known.model, params, [module], x)
-            return (read - self.inputs[chosen]).square().mean(1) / variance
+            with without_running_stats(known.model), LayerCallRecorder(params) as on:
+                functional_call(known.model, params, (x,))
+            (read,) = (call.input for call in on.calls if call.weight == self.weight_name)
+            off: Tensor = read - self.inputs[chosen]
+            return off.square().mean(1) / variance
 
         return of
 

@@ -20,11 +20,10 @@ from typing import Literal
 import torch
 
 from fedgauge.attacks.base import Observation
-from fedgauge.attacks.engine.computation import classifier
+from fedgauge.attacks.engine.computation import classifier_parameters
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import LocalTraining
-from fedgauge.client.models.vision import layer_parameters
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch
@@ -145,7 +144,7 @@ def _class_sums(fed: Federation, seen: Observation, eps: float) -> tuple[float, 
     if classes == 2:
         return None
     try:  # of the weight alone: many trainings leave the decay of biases out
-        name, _ = layer_parameters(classifier(fed.model, fed.shards.dataset.shape))
+        name, _ = classifier_parameters(fed.model, fed.shards.dataset.shape)
     except ValueError:  # no fully connected layer computes the logits
         return None
     if name not in seen.update or seen.params[name].dim() < 2 or len(seen.update[name]) != classes:

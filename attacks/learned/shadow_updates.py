@@ -15,10 +15,9 @@ from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import SHARE, free_bytes
 from fedgauge.attacks.engine.cache import TensorCache, digest
-from fedgauge.attacks.engine.computation import classifier
+from fedgauge.attacks.engine.computation import classifier_parameters
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.client.gradient import gradient
-from fedgauge.client.models.vision import layer_parameters
 from fedgauge.client.psnr import assigned
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, Update
@@ -81,10 +80,10 @@ def own_row_first(known: Knowledge, updates: Update, labels: Tensor) -> Update:
     Unchanged if the model has no fully connected classifier.
     """
     try:
-        layer = classifier(known.model, known.shape)
+        names = classifier_parameters(known.model, known.shape)
     except ValueError:
         return updates
-    classes, names = known.classes, layer_parameters(layer)
+    classes = known.classes
     if updates[names[0]].shape[1] != classes:
         return updates
     order = (torch.arange(classes, device=labels.device) != labels[:, None]).int().argsort(dim=1, stable=True)

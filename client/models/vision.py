@@ -269,11 +269,6 @@ def _norm(norm: Norm, channels: int) -> nn.Module:
     return nn.GroupNorm(math.gcd(8, channels), channels) if norm == "group" else nn.Identity()
 
 
-def layer_parameters(layer: str) -> tuple[str, str]:
-    """The names of a layer's weight and bias; a layer without a name is the model itself."""
-    return (f"{layer}.weight", f"{layer}.bias") if layer else ("weight", "bias")
-
-
 def detached_params(model: nn.Module) -> dict[str, Tensor]:
     """The model's named parameters, detached copies: what a federation calls the global weights."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}

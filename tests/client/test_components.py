@@ -32,7 +32,7 @@ KINDS = {"dataset": DATASET, "model": MODEL, "loss": LOSS, "transform": TRANSFOR
     ("kind", "names"),
     [
         # of another kind, nowhere, or no component of its module
-        ("model", ["mnist5k", "vgg", "layer_parameters", "nn.Module", "_Block", "_ResNet.forward", None, 3, ""]),
+        ("model", ["mnist5k", "vgg", "detached_params", "nn.Module", "_Block", "_ResNet.forward", None, 3, ""]),
         ("dataset", ["os", "os.system", "data_folder"]),
         ("transform", ["lenet", "..clip", "clip.apply", " clip", "Link", "per_example", "chain", "_Noise"]),
         ("attack", ["Attack", "psnr", "GradientMatching"]),  # the engine; its recipes are components

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
-from fedgauge.attacks.engine.computation import classifier, dense_input_layer, input_layers
+from fedgauge.attacks.engine.computation import classifier, classifier_parameters, dense_input_layer, input_layers
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.exact.unmixing import spear
 from fedgauge.attacks.modality.image_metrics import match, psnr
@@ -41,6 +41,8 @@ class Written(nn.Module):
 def test_the_classifier_computes_the_logits() -> None:
     assert classifier(lenet((1, 28, 28), 10), (1, 28, 28)) == "linear"
     assert classifier(mlp((1, 28, 28), 10, hidden=[4, 4]), (1, 28, 28)) == "5"
+    products = Written(lambda m, x: F.relu(flat(x) @ m.a.weight.T + m.a.bias) @ m.b.weight.T)
+    assert classifier_parameters(products, SHAPE) == ("b.weight", "")
 
 
 def in_order(*middle: nn.Module) -> nn.Module:
@@ -61,6 +63,10 @@ RELU: dict[str, Callable[[], nn.Module]] = {
     "torch.relu": lambda: Written(lambda m, x: m.b(torch.relu(m.a(flat(x))))),
     "clamp": lambda: Written(lambda m, x: m.b(m.a(flat(x)).clamp(min=0))),
     "F.linear": lambda: Written(lambda m, x: m.b(F.relu(F.linear(flat(x), m.a.weight, bias=m.a.bias)))),
+    "x @ W.T + b": lambda: Written(lambda m, x: m.b(F.relu(flat(x) @ m.a.weight.T + m.a.bias))),
+    "b + x.mm": lambda: Written(lambda m, x: m.b(F.relu(m.a.bias + flat(x).mm(m.a.weight.transpose(0, 1))))),
+    "addmm": lambda: Written(lambda m, x: m.b(F.relu(torch.addmm(m.a.bias, flat(x), m.a.weight.t())))),
+    "b in place": lambda: Written(lambda m, x: m.b(F.relu(torch.matmul(flat(x), m.a.weight.mT).add_(m.a.bias)))),
     "dropout before it": lambda: in_order(nn.Dropout(0.0), nn.ReLU()),
     "Sequential in Sequential": lambda: nn.Sequential(nn.Sequential(nn.Identity(), in_order(nn.Sequential(nn.ReLU())))),
     "reshape": lambda: Written(lambda m, x: m.b(m.a(x.reshape(len(x), -1)).relu())),

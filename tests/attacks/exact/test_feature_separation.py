@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.exact.feature_separation import feature_separation
@@ -26,11 +26,14 @@ def batch(labels: list[int], seed: int = 0) -> Batch:
     return Batch(torch.cat([smooth(seed + i, SHAPE).x for i in range(len(labels))]), torch.tensor(labels))
 
 
-def attack(model: nn.Module, own: Batch, links: Chain = BARE, iterations: int = 150) -> Reconstruction:
+def attack(
+    model: nn.Module, own: Batch, links: Chain = BARE, iterations: int = 150, given: bool = True
+) -> Reconstruction:
     params = detached_params(model)
     update = links(gradient(model, normalise=normalise))(params, own, torch.Generator().manual_seed(1))
     public = batch(list(range(CLASSES)) * 4, seed=100)
-    known = Knowledge(model, links, SHAPE, CLASSES, len(own.y), (MEAN,), (STD,), labels=own.y[None], auxiliary=public)
+    labels = own.y[None] if given else None
+    known = Knowledge(model, links, SHAPE, CLASSES, len(own.y), (MEAN,), (STD,), labels=labels, auxiliary=public)
     wave = Wave.stack([Observation(1, 0, params, update)])
     streams = [lambda *purpose: torch.Generator().manual_seed(2)]
     return feature_separation().reconstruct(wave, known, Budget(iterations), streams)[0]
@@ -47,6 +50,26 @@ def worst(own: Batch, result: Reconstruction) -> float:
 def test_features_of_a_batch_determine_its_images(make: Callable[[], nn.Module], labels: list[int]) -> None:
     own = batch(labels)
     assert worst(own, attack(make(), own)) > 40
+
+
+class Products(nn.Module):
+    """Fully connected layers whose parameters have names of their own."""
+
+    def __init__(self, product: Callable[..., Tensor]) -> None:
+        super().__init__()
+        (self.w, self.b), (self.v, self.c) = (
+            layer.parameters() for layer in (nn.Linear(256, 64), nn.Linear(64, CLASSES))
+        )
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.product(x.flatten(1), self.w, self.b).relu(), self.v, self.c)
+
+
+@pytest.mark.parametrize("product", [nn.functional.linear, lambda x, w, b: x @ w.T + b])
+def test_layers_of_any_form_and_name_are_read_and_labels_restored(product: Callable[..., Tensor]) -> None:
+    own = batch([1, 4])
+    assert worst(own, attack(Products(product), own, given=False)) > 40
 
 
 def test_few_features_are_matched_together_with_the_gradients() -> None:

@@ -106,7 +106,7 @@ def test_one_group_all_of_whose_members_are_detected(tmp_path: Path, rounds: Seq
         reading = LedgerAlone(ledger)
         reading.tables = {**reading.tables, "secure_sum": {"group": 10}}
         (result,) = verdict_of(reading).members
-    assert (result.word, "one group" in result.sentence) == (word, word == "undetermined")
+    assert (result.word, "1 group" in result.sentence) == (word, word == "undetermined")
 
 
 def test_a_lead_at_two_clients_may_be_luck_or_not(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_lead_at_two_clients_may_be_luck_or_not(tmp_path: Path) -> None:
         cells = {(1, client, "membership"): each for client, each in enumerate(told)}
         with written(tmp_path / f"{areas[0]}.sqlite", cells, TESTS) as ledger:
             (result,) = verdict_of(LedgerAlone(ledger)).members
-        words[areas] = (result.word, "two clients are too few" in result.sentence)
+        words[areas] = (result.word, "2 clients are too few" in result.sentence)
     assert words == {(0.9, 0.95): ("undetermined", True), (0.4, 0.5): ("not shown to leak", False)}
 
 
