@@ -26,9 +26,7 @@ def batch(labels: list[int], seed: int = 0) -> Batch:
     return Batch(torch.cat([smooth(seed + i, SHAPE).x for i in range(len(labels))]), torch.tensor(labels))
 
 
-def attack(
-    model: nn.Module, own: Batch, links: Chain = BARE, iterations: int = 150, given: bool = True
-) -> Reconstruction:
+def attack(model: nn.Module, own: Batch, links: Chain = BARE, given: bool = True) -> Reconstruction:
     params = detached_params(model)
     update = links(gradient(model, normalise=normalise))(params, own, torch.Generator().manual_seed(1))
     public = batch(list(range(CLASSES)) * 4, seed=100)
@@ -36,7 +34,7 @@ def attack(
     known = Knowledge(model, links, SHAPE, CLASSES, len(own.y), (MEAN,), (STD,), labels=labels, auxiliary=public)
     wave = Wave.stack([Observation(1, 0, params, update)])
     streams = [lambda *purpose: torch.Generator().manual_seed(2)]
-    return feature_separation().reconstruct(wave, known, Budget(iterations), streams)[0]
+    return feature_separation().reconstruct(wave, known, Budget(150), streams)[0]
 
 
 def worst(own: Batch, result: Reconstruction) -> float:
