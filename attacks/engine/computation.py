@@ -268,35 +268,39 @@ class LayerCallRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func in _ARGUMENTS:
+            given = dict(zip(_ARGUMENTS[func], args, strict=False)) | (kwargs or {})
+            taken, weight, bias = (given.pop(name, None) for name in ("input", "weight", "bias"))
+            return self._layer(taken, weight, bias, result, given)
+        if kwargs:  # the operands of products and sums are hardly ever named
+            return result
         if func in _TRANSPOSED and id(args[0]) in self.names and args[0].dim() == 2:
             self.transposed[id(result)] = result, args[0]
         elif func in _PRODUCTS and id(args[1]) in self.transposed:
             result = self._layer(args[0], self.transposed[id(args[1])][1], None, result, {})
             self.products[id(result)] = result, len(self.calls) - 1
-        elif func is torch.addmm and not kwargs and id(args[2]) in self.transposed:
+        elif func is torch.addmm and id(args[2]) in self.transposed:
             return self._layer(args[1], self.transposed[id(args[2])][1], args[0], result, {})
-        elif func in _SUMS and not kwargs:
-            self._add(args, result)
-        if func not in _ARGUMENTS:
-            return result
-        given = dict(zip(_ARGUMENTS[func], args, strict=False)) | (kwargs or {})
-        taken, weight, bias = (given.pop(name, None) for name in ("input", "weight", "bias"))
-        return self._layer(taken, weight, bias, result, given)
+        elif func in _SUMS and len(args) == 2:
+            return self._sum(args, result)
+        return result
 
     def _layer(self, taken: Tensor, weight: Any, bias: Any, result: Tensor, settings: Mapping[str, Any]) -> Tensor:
-        """Note a call; return a copy of its result: what changes that in place leaves the kept one as it is."""
+        """Note a call; return a copy of its result, which later operations may change."""
         if id(weight) not in self.names or not (bias is None or id(bias) in self.names):
             return result
         names = self.names[id(weight)], "" if bias is None else self.names[id(bias)]
         self.calls.append(LayerCall(*names, taken.clone(), not taken.requires_grad, result, settings))
         return result.clone()
 
-    def _add(self, terms: Sequence[Any], result: Tensor) -> None:
-        """Note the bias that is added to a product."""
+    def _sum(self, terms: Sequence[Any], result: Tensor) -> Tensor:
+        """Note a bias that is added to a product; return a copy of a new result, which later operations may change."""
         for product, bias in (terms, terms[::-1]):
             if id(product) in self.products and id(bias) in self.names and bias.shape == result.shape[-1:]:
                 _, number = self.products.pop(id(product))
                 self.calls[number] = replace(self.calls[number], bias=self.names[id(bias)], output=result)
+                return result if result is product else result.clone()
+        return result
 
 
 def along(function: Callable[[Tensor], Any], x: Tensor, directions: Tensor) -> Any:

@@ -68,7 +68,7 @@ def points(named: Mapping[str, RunSnapshot], metric: str) -> Table:
     ]
     rows: list[tuple[Cell, ...]] = []
     for name, reading in named.items():
-        if metric not in reading.metrics:  # it has other private data
+        if metric not in reading.metrics:  # such as a run with other private data
             continue
         pooled, hits, labels = (reading.pooled(m) for m in (metric, "identified", restored))
         floor, epsilon = mean_of(best_of(pooled.values(), "baseline")), spent_in(reading).record

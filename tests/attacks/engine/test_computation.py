@@ -41,7 +41,7 @@ class Written(nn.Module):
 def test_the_classifier_computes_the_logits() -> None:
     assert classifier(lenet((1, 28, 28), 10), (1, 28, 28)) == "linear"
     assert classifier(mlp((1, 28, 28), 10, hidden=[4, 4]), (1, 28, 28)) == "5"
-    products = Written(lambda m, x: F.relu(flat(x) @ m.a.weight.T + m.a.bias) @ m.b.weight.T)
+    products = Written(lambda m, x: torch.matmul(input=flat(x), other=torch.t(input=m.a.weight)).relu() @ m.b.weight.T)
     assert classifier_parameters(products, SHAPE) == ("b.weight", "")
 
 
@@ -63,7 +63,7 @@ RELU: dict[str, Callable[[], nn.Module]] = {
     "torch.relu": lambda: Written(lambda m, x: m.b(torch.relu(m.a(flat(x))))),
     "clamp": lambda: Written(lambda m, x: m.b(m.a(flat(x)).clamp(min=0))),
     "F.linear": lambda: Written(lambda m, x: m.b(F.relu(F.linear(flat(x), m.a.weight, bias=m.a.bias)))),
-    "x @ W.T + b": lambda: Written(lambda m, x: m.b(F.relu(flat(x) @ m.a.weight.T + m.a.bias))),
+    "x @ W.T + b": lambda: Written(lambda m, x: m.b((flat(x) @ m.a.weight.T + m.a.bias).relu_())),
     "b + x.mm": lambda: Written(lambda m, x: m.b(F.relu(m.a.bias + flat(x).mm(m.a.weight.transpose(0, 1))))),
     "addmm": lambda: Written(lambda m, x: m.b(F.relu(torch.addmm(m.a.bias, flat(x), m.a.weight.t())))),
     "b in place": lambda: Written(lambda m, x: m.b(F.relu(torch.matmul(flat(x), m.a.weight.mT).add_(m.a.bias)))),
