@@ -28,8 +28,8 @@ from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import _parser
-from fedgauge.simulations.experiments.paper_table_files import load, restrict
 from fedgauge.simulations.experiments.sweep_file import Sweep
+from fedgauge.simulations.reproduction.paper_table_files import load, restrict
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -67,12 +67,12 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
+CLONE_ONLY = ("benchmarks", "papers", "reproduction")  # folders of simulations/ that an audit does not need
+
+
 def installed(path: Path) -> bool:
-    """Whether a file belongs to the package: benchmarks and programs beside a paper do not."""
     folder, *inner = path.relative_to(ROOT).parts
-    return not (
-        folder == "simulations" and (inner[0] == "benchmarks" or (inner[0] == "papers" and path.suffix == ".py"))
-    )
+    return not (folder == "simulations" and inner[0] in CLONE_ONLY)
 
 
 def test_a_wheel_holds_every_module_and_every_scenario(wheel: Path) -> None:
@@ -80,12 +80,9 @@ def test_a_wheel_holds_every_module_and_every_scenario(wheel: Path) -> None:
     suffixes = ("py", "toml", "html", "js", "css")
     ours = [path for name in PACKAGES for suffix in suffixes for path in (ROOT / name).rglob(f"*.{suffix}")]
     owed = {f"fedgauge/{path.relative_to(ROOT).as_posix()}" for path in ours if installed(path)}
-    owed |= {
-        f"fedgauge/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("simulations/papers/*/results/*.json")
-    }
     assert len(owed) > 100
     assert owed - held == set()
-    assert not [name for name in held if "/benchmarks/" in name]
+    assert not [name for name in held if name.startswith(tuple(f"fedgauge/simulations/{f}/" for f in CLONE_ONLY))]
 
 
 def test_a_wheel_installs_one_top_level_package(wheel: Path) -> None:
@@ -116,6 +113,18 @@ def test_every_folder_of_code_is_listed_as_a_package() -> None:
         if installed(path)
     }
     assert sorted(listed) == sorted(folders)
+
+
+@pytest.mark.parametrize("command", ["reproduce suite", "reproduce --help", "compare suite_small"])
+def test_commands_of_a_clone_say_so_where_the_wheel_is_installed(python: Path, tmp_path: Path, command: str) -> None:
+    program = [python.parent / "fedgauge", *command.split()]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "clone" in done.stderr and "make install" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_wheel_lists_every_command(python: Path, tmp_path: Path) -> None:
+    assert "reproduce" in run(python, tmp_path, "--help")
 
 
 # ------------------------------------------------------------------------------------- beside files of the user's own

@@ -168,6 +168,23 @@ def test_client_defenses_and_attacks_need_torch_alone_at_import() -> None:
     assert eager == [], "import it where it is used"
 
 
+def test_what_is_installed_imports_nothing_that_is_not() -> None:
+    """The command line only names reproduction, and says what to do where it is missing."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {name.removeprefix("fedgauge.").replace(".", "/") for name in listed}
+    left_out = {f.rpartition("/")[0].replace("/", ".") for f in sources() if f.rpartition("/")[0] not in folders}
+    assert left_out == {"simulations.benchmarks", "simulations.reproduction"}
+    found = [
+        i
+        for i in [*every_import(), *every_name_in_a_string()]
+        if i.file.rpartition("/")[0] in folders
+        and (i.top in {"docs", "tests"} or i.module.removeprefix("fedgauge.").startswith(tuple(left_out)))
+    ]
+    assert {(i.file, i.module, i.eager) for i in found} == {
+        ("simulations/cli/main.py", "simulations.reproduction", False)
+    }
+
+
 def test_a_notebook_loads_nothing_but_torch() -> None:
     """The same in a fresh process, where what torch and NumPy import for themselves is the only other thing."""
     modules = [

@@ -8,40 +8,48 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from fedgauge.simulations.cli.options import Command, Commands, tell
 
+REPRODUCTION = "reproduction.commands"  # in a clone only: an audit does not need it, so no wheel has it
+ONLY_IN_A_CLONE = (
+    "reproduce and compare need the published tables and their kept figures, which only the repository has: clone it, "
+    "run `make install` there, and use its .venv/bin/fedgauge"
+)
 # Each module with its commands, as help lists them. Only the module of the command that is run is imported: torch and
 # Flower take seconds, which help, --version and a misspelt command need not wait for.
 GROUPS: dict[str, dict[str, str]] = {
-    "app_commands": {
+    "cli.app_commands": {
         "app": "run a Flower app unchanged, observe how its clients train, and attack what its server sees.",
     },
-    "run_commands": {
+    "cli.run_commands": {
         "run": "train a federation and attack it, or continue a run that was interrupted.",
         "audit": "attack the recorded updates, by the run's plan or another attack; continues where it stopped.",
     },
-    "result_commands": {
+    "cli.result_commands": {
         "watch": "show running and finished runs in the browser; Ctrl-C ends it.",
         "report": "write the HTML report of each run, optionally with figures, and compare several.",
         "gate": "compare a run's metrics with thresholds; the exit status says whether all are kept.",
         "export": "write every score as CSV.",
     },
-    "experiment_commands": {
+    "cli.experiment_commands": {
         "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",
+    },
+    REPRODUCTION: {
         "reproduce": "repeat a paper's attacks, and print its figures next to ours.",
         "compare": "show the figures of several files of the same table in columns.",
     },
-    "deploy_commands": {
+    "cli.deploy_commands": {
         "deploy": "a federation of real processes, each client its own, here or in containers.",
     },
-    "housekeeping_commands": {
+    "cli.housekeeping_commands": {
         "runs": "list the runs under runs/, newest first.",
         "stop": "end a run's training and finish the running attacks; `fedgauge audit` can continue it.",
         "prune": "delete updates, reconstructions and reports older than --days or retention_days; keep scores.",
     },
-    "scenario_commands": {
+    "cli.scenario_commands": {
         "init": "write a commented scenario to start from.",
         "list": "list every component by kind, with those of installed plug-ins.",
         "schema": "print the JSON schema of a scenario, for completion and checks in an editor.",
@@ -64,6 +72,9 @@ def _carried_out(given: Sequence[str]) -> int:
     if not given:
         _parser().print_help()
         return 0
+    if given[0] in GROUPS[REPRODUCTION] and find_spec("fedgauge.simulations.reproduction") is None:
+        tell(ONLY_IN_A_CLONE)
+        return 2
     options = _parser(given[0]).parse_args(given)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name from elsewhere may be no text
@@ -119,7 +130,7 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for module, summaries in GROUPS.items():
         if command in summaries:
-            import_module(f"fedgauge.simulations.cli.{module}").add_to(Commands(subparsers, summaries))
+            import_module(f"fedgauge.simulations.{module}").add_to(Commands(subparsers, summaries))
         else:
             for name, summary in summaries.items():
                 subparsers.add_parser(name, help=summary)

@@ -78,6 +78,11 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     several(command, "--set", "KEY=VALUE", "set one value, e.g. chain.0.max_norm=2 of the first link (repeatable)")
 
 
+def add_jobs(command: argparse.ArgumentParser, default: int) -> None:
+    text = f"cells at a time, one core each (default: {default})"
+    command.add_argument("--jobs", "--parallel", type=positive, metavar="N", default=default, help=text)
+
+
 def add_gate(command: argparse.ArgumentParser) -> None:
     """Give a command thresholds that decide its exit status, and the files that say what came of them."""
     for way in ("above", "below"):

@@ -1,1 +1,1 @@
-"""Experiments over many runs: sweeps, papers' tables, tuning, simulated worlds with known answers."""
+"""Experiments, each a grid in a TOML file: sweeps, and what papers' tables share with them."""

@@ -58,7 +58,7 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
         others: further keys that the file has at the top.
 
     Raises:
-        SpecError: the file names an unknown key, axis or entry, or refers to a cell or attack without figures.
+        SpecError: the file names an unknown key, axis or entry.
 
     Example:
         >>> file = {"axes": ["rate", "bits"], "rate": [{"name": "slow"}, {"name": "fast"}], "bits": [{"name": "8"}]}
@@ -81,11 +81,6 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
     for i, (_, rest) in enumerate(wheres, 1):
         _check_keys(rest, ("attacks", *keys), f"[[where]] #{i}")
     template = coerce(tables.get("cell_name", " ".join(f"{{{axis}}}" for axis in axes)), str, "cell_name")
-    references = [
-        (pattern, attack, {"paper": coerce(figures, dict, f"[reference] {pattern!r}, {attack!r}")})
-        for pattern, by_attack in coerce(tables.get("reference", {}), dict, "[reference]").items()
-        for attack, figures in coerce(by_attack, dict, f"[reference] {pattern!r}").items()
-    ]
     cells = []
     for chosen_entries in product(*axes.values()):
         place = dict(zip(axes, chosen_entries, strict=True))
@@ -98,11 +93,7 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
         except (LookupError, ValueError, AttributeError) as error:
             raise SpecError(f"cell_name: {template!r} names what is no axis (there are: {', '.join(axes)})") from error
         table = layered([{k: v for k, v in layer.items() if k in keys} for layer in layers], joined, f"cell {name}")
-        cells.append(Cell(name, place, table, _attacks(name, layers, on_it, references)))
-    made = [(cell.name, str(attack_name(attack))) for cell in cells for attack in cell.attacks]
-    for pattern, attack, _ in references:
-        if not any(fnmatchcase(cell, pattern) and fnmatchcase(called, attack) for cell, called in made):
-            raise SpecError(f"[reference] names {pattern!r}, {attack!r}: no cell of the grid has such an attack")
+        cells.append(Cell(name, place, table, _attacks(name, layers, on_it)))
     return cells
 
 
@@ -139,16 +130,13 @@ def _is_in(place: Mapping[str, str], chosen: Names) -> bool:
     return all(place[axis] in names for axis, names in chosen.items())
 
 
-def _attacks(
-    name: str, layers: Sequence[Table], attacks: Sequence[Table], references: Sequence[tuple[str, str, Table]]
-) -> Sequence[Table]:
-    """The attacks of a cell, with the defaults at the top, the changes of the other layers and the paper's figures."""
+def _attacks(name: str, layers: Sequence[Table], attacks: Sequence[Table]) -> Sequence[Table]:
+    """The attacks of a cell, with the defaults at the top and the changes of the other layers."""
     defaults, *changes = [coerce(layer.get("attacks", {}), dict, f"cell {name}: attacks") for layer in layers]
     made = []
     for attack in attacks:
         called = str(attack_name(attack))
         parts = [*_matching(defaults, called), attack, *(c for change in changes for c in _matching(change, called))]
-        parts += [paper for cell, one, paper in references if fnmatchcase(name, cell) and fnmatchcase(called, one)]
         made.append(layered(parts, ("paper",), f"cell {name}, attack {called}"))
     return made
 

@@ -36,7 +36,7 @@ HELPERS = {
 }
 HELPERS |= {"language_model"}  # the attacked one, of what an attack knows
 HELPERS |= {"discrete"}  # a link that is named changes itself into it in a deployment
-PACKAGES = ("client", "defenses", "attacks", "server", "simulations.experiments")
+PACKAGES = ("client", "defenses", "attacks", "server", "simulations.experiments", "simulations.reproduction")
 
 
 @cache

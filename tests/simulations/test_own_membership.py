@@ -17,8 +17,8 @@ from fedgauge.server.views.overview import Overview
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.tables import in_json
 from fedgauge.server.views.verdict import verdict_of
-from fedgauge.simulations.experiments.paper_tables import AttackSpec
 from fedgauge.simulations.reports.report import write_report
+from fedgauge.simulations.reproduction.paper_tables import AttackSpec
 
 OWN = """
 from dataclasses import dataclass

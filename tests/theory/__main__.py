@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fedgauge.simulations.experiments.measures import ComparedFigure
-from fedgauge.simulations.experiments.paper_tables import PaperTable
-from fedgauge.simulations.experiments.results import ResultsFile, head_of
+from fedgauge.simulations.experiments.results import ResultsFile
+from fedgauge.simulations.reproduction.figures import head_of
+from fedgauge.simulations.reproduction.measures import ComparedFigure
+from fedgauge.simulations.reproduction.paper_tables import PaperTable
 from tests.theory.canary_world import canary_world
 from tests.theory.gaussian_world import bayes_fig4, gaussian_world
 from tests.theory.one_run_world import one_run_world

@@ -18,7 +18,7 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import average, canary
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.noise import gaussian
-from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.reproduction.measures import ComparedFigure
 from tests.theory.gaussian_world import mean_interval
 
 DELTA = 1e-5

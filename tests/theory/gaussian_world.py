@@ -29,7 +29,7 @@ from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Params, UpdateFn
 from fedgauge.defenses import noise
 from fedgauge.server.views.intervals import NORMAL_95
-from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.reproduction.measures import ComparedFigure
 
 RATIOS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)  # sigma / |g|
 VARIANCE = 0.051  # of the first world's inputs

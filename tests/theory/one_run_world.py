@@ -6,7 +6,7 @@ from dp_accounting import get_epsilon_gaussian
 from fedgauge.attacks.membership.one_run import guess_bound
 from fedgauge.client.rng import generator
 from fedgauge.server.views.intervals import Rate
-from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.reproduction.measures import ComparedFigure
 from tests.theory.gaussian_world import mean_interval
 
 DELTA = 1e-6

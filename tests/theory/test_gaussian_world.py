@@ -25,7 +25,7 @@ from fedgauge.client.local_training import local_sgd
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch
 from fedgauge.defenses import noise
-from fedgauge.simulations.experiments.measures import ComparedFigure
+from fedgauge.simulations.reproduction.measures import ComparedFigure
 from tests.theory import gaussian_world as world_of
 from tests.theory.gaussian_world import RATIOS, STD, VARIANCE, covariance_of
 

@@ -21,11 +21,11 @@ from fedgauge.attacks.text.language_prior import TrainedPrior
 from fedgauge.attacks.text.sentence_layout import propose
 from fedgauge.client.components import Table, allowing
 from fedgauge.client.update import Params, Update
-from fedgauge.simulations.experiments.measures import ComparedFigure
-from fedgauge.simulations.experiments.paper_table_files import load
-from fedgauge.simulations.experiments.paper_tables import AttackSpec
-from fedgauge.simulations.experiments.run_attack import compared_figures, run_attack
-from fedgauge.simulations.experiments.setups import build_setup
+from fedgauge.simulations.reproduction.measures import ComparedFigure
+from fedgauge.simulations.reproduction.paper_table_files import load
+from fedgauge.simulations.reproduction.paper_tables import AttackSpec
+from fedgauge.simulations.reproduction.run_attack import compared_figures, run_attack
+from fedgauge.simulations.reproduction.setups import build_setup
 
 Loop = Literal["dlg", "tag", "lamp", "dager"]
 CELL = "cola, short"  # of lamp_table1

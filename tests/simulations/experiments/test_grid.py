@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from fedgauge.client.components import SpecError
-from fedgauge.simulations.experiments.paper_table_files import parse
-from fedgauge.simulations.experiments.paper_tables import AttackSpec, PaperTable
+from fedgauge.simulations.reproduction.paper_table_files import parse
+from fedgauge.simulations.reproduction.paper_tables import AttackSpec, PaperTable
 
 SGD = {"use": "local_sgd", "rate": 0.5}
 IG = {"name": "ig", "use": "inverting_gradients", "iterations": 5}

@@ -14,7 +14,7 @@ from fedgauge.attacks.modality.registry import modality_measured
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, came_back
 from fedgauge.server.views.scores import Scores
-from fedgauge.simulations.experiments.measures import (
+from fedgauge.simulations.reproduction.measures import (
     DERIVED,
     AttackOutcome,
     ComparedFigure,
@@ -23,8 +23,8 @@ from fedgauge.simulations.experiments.measures import (
     measured,
     metric_of,
 )
-from fedgauge.simulations.experiments.paper_tables import STRONGEST, AttackSpec, Setting
-from fedgauge.simulations.experiments.setups import Setup
+from fedgauge.simulations.reproduction.paper_tables import STRONGEST, AttackSpec, Setting
+from fedgauge.simulations.reproduction.setups import Setup
 
 RANDOM_DRAWS = 10  # of random words for each update; the floor is their mean
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from fedgauge.client.components import SpecError
-from fedgauge.simulations.experiments.measures import all_measures
-from fedgauge.simulations.experiments.paper_table_files import load, packaged, restrict
-from fedgauge.simulations.experiments.paper_tables import STRONGEST
-from tests.simulations.experiments.small_tables import ANALYTIC, paper_table
+from fedgauge.simulations.reproduction.measures import all_measures
+from fedgauge.simulations.reproduction.paper_table_files import load, packaged, restrict
+from fedgauge.simulations.reproduction.paper_tables import STRONGEST
+from tests.simulations.reproduction.small_tables import ANALYTIC, paper_table
 
 PAPERS = (
     "bayes_fig2", "bayes_fig5", "bayes_table2", "batchnorm", "dlg", "feedback_blending", "geiping_fig4",

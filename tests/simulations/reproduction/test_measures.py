@@ -6,8 +6,8 @@ import pytest
 from fedgauge.attacks.score_rows import WHOLE_BATCH
 from fedgauge.server.views.intervals import clustered_interval
 from fedgauge.server.views.scores import Scores
-from fedgauge.simulations.experiments.measures import AttackOutcome, all_measures, measured, metric_of
-from tests.simulations.experiments.small_tables import of_scores, outcome
+from fedgauge.simulations.reproduction.measures import AttackOutcome, all_measures, measured, metric_of
+from tests.simulations.reproduction.small_tables import of_scores, outcome
 
 
 def test_gains_are_ratios_that_can_be_done_on_paper() -> None:

@@ -8,13 +8,14 @@ import pytest
 
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.experiments import paper_table_files
-from fedgauge.simulations.experiments import reproduce as reproducing
-from fedgauge.simulations.experiments.measures import ComparedFigure
-from fedgauge.simulations.experiments.paper_tables import PaperTable
-from fedgauge.simulations.experiments.reproduce import reproduce
-from fedgauge.simulations.experiments.results import ResultsFile, compared, head_of, read_results
-from tests.simulations.experiments.small_tables import ANALYTIC, paper_table
+from fedgauge.simulations.experiments.results import ResultsFile
+from fedgauge.simulations.reproduction import paper_table_files
+from fedgauge.simulations.reproduction import reproduce as reproducing
+from fedgauge.simulations.reproduction.figures import compared, head_of, read_figures
+from fedgauge.simulations.reproduction.measures import ComparedFigure
+from fedgauge.simulations.reproduction.paper_tables import PaperTable
+from fedgauge.simulations.reproduction.reproduce import reproduce
+from tests.simulations.reproduction.small_tables import ANALYTIC, paper_table
 from tests.test_docs_code import write
 
 IDLG = {"use": "idlg", "labels": "restored", "iterations": 3, "metrics": ["mse", "success_gain"], "against": "analytic"}
@@ -125,7 +126,7 @@ def test_only_figures_of_equal_settings_are_compared(tmp_path: Path) -> None:
     theirs = {**kept, "rows": [{**row, "here": None} for row in kept["rows"][1:]]}
     path = tmp_path / "theirs.json"
     path.write_text(json.dumps(theirs))
-    table = compared({"ours": read_results(Path("suite_small")), "theirs": read_results(path)})
+    table = compared({"ours": read_figures(Path("suite_small")), "theirs": read_figures(path)})
     assert len(table.rows) == len({(row["cell"], row["attack"], row["metric"]) for row in kept["rows"]})
     assert {row[4] for row in table.rows} == {"-"} and {row[3] for row in table.rows} != {"-"}
     assert main(["compare", "suite_small", str(path)]) == 0

@@ -14,12 +14,12 @@ from fedgauge.client.data.images import mnist5k
 from fedgauge.client.gradient import gradient
 from fedgauge.client.models.losses import next_token
 from fedgauge.client.rng import generator
-from fedgauge.simulations.experiments import setups
-from fedgauge.simulations.experiments.paper_tables import (
+from fedgauge.simulations.reproduction import setups
+from fedgauge.simulations.reproduction.paper_tables import (
     Images,
 )
-from fedgauge.simulations.experiments.setups import build_setup, choose
-from tests.simulations.experiments.small_tables import (
+from fedgauge.simulations.reproduction.setups import build_setup, choose
+from tests.simulations.reproduction.small_tables import (
     GPT2,
     SGD,
     WORDS,

@@ -16,17 +16,17 @@ from fedgauge.client.components import SpecError, allowing
 from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.images import mnist5k
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.experiments import setups
-from fedgauge.simulations.experiments.measures import ComparedFigure
-from fedgauge.simulations.experiments.paper_table_files import load, packaged, restrict
-from fedgauge.simulations.experiments.paper_tables import (
+from fedgauge.simulations.reproduction import setups
+from fedgauge.simulations.reproduction.measures import ComparedFigure
+from fedgauge.simulations.reproduction.paper_table_files import load, packaged, restrict
+from fedgauge.simulations.reproduction.paper_tables import (
     AttackSpec,
     PaperTable,
     Setting,
 )
-from fedgauge.simulations.experiments.reproduce import reproduce
-from fedgauge.simulations.experiments.run_attack import compared_figures
-from tests.simulations.experiments.small_tables import (
+from fedgauge.simulations.reproduction.reproduce import reproduce
+from fedgauge.simulations.reproduction.run_attack import compared_figures
+from tests.simulations.reproduction.small_tables import (
     ANALYTIC,
     only,
     outcome,

@@ -8,12 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from fedgauge.server.views.formatting import number
-from fedgauge.simulations.experiments.measures import AttackOutcome, ComparedFigure
-from fedgauge.simulations.experiments.paper_tables import PaperTable, Setting
-from fedgauge.simulations.experiments.results import ResultsFile, figures_table, head_of, print_table
-from fedgauge.simulations.experiments.run_attack import compared_figures, run_attack
+from fedgauge.simulations.experiments.results import ResultsFile, print_table
 from fedgauge.simulations.experiments.runner import run_cells
-from fedgauge.simulations.experiments.setups import build_setup
+from fedgauge.simulations.reproduction.figures import figures_table, head_of
+from fedgauge.simulations.reproduction.measures import AttackOutcome, ComparedFigure
+from fedgauge.simulations.reproduction.paper_tables import PaperTable, Setting
+from fedgauge.simulations.reproduction.run_attack import compared_figures, run_attack
+from fedgauge.simulations.reproduction.setups import build_setup
 
 
 def reproduce_table(paper_table: PaperTable, output: Path | None, jobs: int) -> None:

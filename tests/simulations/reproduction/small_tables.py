@@ -10,13 +10,13 @@ from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.update import Batch
 from fedgauge.server.views.intervals import Floats
 from fedgauge.server.views.scores import Scores
-from fedgauge.simulations.experiments.measures import AttackOutcome
-from fedgauge.simulations.experiments.paper_table_files import parse
-from fedgauge.simulations.experiments.paper_tables import (
+from fedgauge.simulations.reproduction.measures import AttackOutcome
+from fedgauge.simulations.reproduction.paper_table_files import parse
+from fedgauge.simulations.reproduction.paper_tables import (
     PaperTable,
     Setting,
 )
-from fedgauge.simulations.experiments.setups import Setup
+from fedgauge.simulations.reproduction.setups import Setup
 
 ANALYTIC = {
     "name": "analytic",

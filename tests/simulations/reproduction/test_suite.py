@@ -11,9 +11,10 @@ from fedgauge.attacks.modality.registry import MODALITIES
 from fedgauge.attacks.plan import modalities_of
 from fedgauge.client.components import SpecError
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.experiments.measures import ComparedFigure
-from fedgauge.simulations.experiments.paper_table_files import PAPERS, load, restrict, with_submissions
-from fedgauge.simulations.experiments.results import head_of, read_results, rows_of
+from fedgauge.simulations.experiments.results import rows_of
+from fedgauge.simulations.reproduction.figures import head_of, read_figures
+from fedgauge.simulations.reproduction.measures import ComparedFigure
+from fedgauge.simulations.reproduction.paper_table_files import PAPERS, load, restrict, with_submissions
 
 SUITES = ("suite_small", "suite_full")
 
@@ -81,7 +82,7 @@ def test_a_test_of_membership_runs_where_members_are_detected_and_other_attacks_
 
 
 def test_the_kept_figures_are_of_todays_suite() -> None:
-    ours, table = read_results(next(PAPERS.glob("*/results/suite_small.json"))), load("suite_small")
+    ours, table = read_figures(next(PAPERS.glob("*/results/suite_small.json"))), load("suite_small")
     assert (ours["version"], ours["seed"]) == (table.version, table.seed)
     assert ours["computed"] == head_of(table)["computed"]
     assert {(row["cell"], row["attack"]) for row in ours["rows"]} == {
@@ -122,7 +123,7 @@ def of_members(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_members_are_detected_by_a_score_and_no_better_than_the_limit(of_members: Path) -> None:
     rows = {
-        row.attack: row for row in rows_of(read_results(of_members), ComparedFigure, "") if row.metric == "membership"
+        row.attack: row for row in rows_of(read_figures(of_members), ComparedFigure, "") if row.metric == "membership"
     }
     told, limit = rows["likelihood_ratio"], rows["membership_limit"]
     assert told.n == limit.n == 32 and limit.floor is None

@@ -10,11 +10,11 @@ from fedgauge.attacks.base import Wave
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP
 from fedgauge.attacks.source import FederationSource
-from fedgauge.simulations.experiments.paper_table_files import restrict, with_submissions
-from fedgauge.simulations.experiments.reproduce import reproduce
-from fedgauge.simulations.experiments.run_attack import compared_figures, run_attack
-from fedgauge.simulations.experiments.setups import build_setup
-from tests.simulations.experiments.small_tables import (
+from fedgauge.simulations.reproduction.paper_table_files import restrict, with_submissions
+from fedgauge.simulations.reproduction.reproduce import reproduce
+from fedgauge.simulations.reproduction.run_attack import compared_figures, run_attack
+from fedgauge.simulations.reproduction.setups import build_setup
+from tests.simulations.reproduction.small_tables import (
     ANALYTIC,
     SGD,
     only,

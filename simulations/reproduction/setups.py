@@ -29,8 +29,8 @@ from fedgauge.client.protocol import Protocol, SecureSumOptions
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import UpdateTransform, per_example
 from fedgauge.client.update import Batch, UpdateFn, average, norm
-from fedgauge.simulations.experiments.measures import metric_of
-from fedgauge.simulations.experiments.paper_tables import Images, Pretraining, Setting
+from fedgauge.simulations.reproduction.measures import metric_of
+from fedgauge.simulations.reproduction.paper_tables import Images, Pretraining, Setting
 
 AUXILIARY = 200  # last training images, held out of pretraining
 TESTED = 2000  # test examples by which pretraining is judged
