@@ -319,7 +319,6 @@ class Attack(Checked, ABC):
     is_stateful: ClassVar[bool] = False  # whether it remembers what it learned from a client's earlier updates
     decodes: ClassVar[tuple[str, ...]] = ()  # server attacks of which the plan must have one; empty: any or none
     tunes: ClassVar[bool] = False  # whether it has `variants`
-    is_random: ClassVar[bool] = True  # whether its streams may change what it reconstructs
     needs_secure_sum: ClassVar[bool] = False  # whether it reads the sum of several clients' updates
 
     @property

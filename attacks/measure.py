@@ -46,7 +46,6 @@ class Case:
 class Measure(Attack):
     """An attack that returns rows of a metric; `metric` names its headline metric."""
 
-    is_random: ClassVar[bool] = False
     needs_truth: ClassVar[bool] = True  # whether it is graded by the private batches
 
     on_cpu = True

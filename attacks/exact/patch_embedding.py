@@ -29,8 +29,6 @@ FIT = 1e-4  # relative error of dL/dW = D^T X, up to which an update is one grad
 class patch_embedding(ClosedForm):
     """One image from a vision transformer, by the gradients of its patches' and positions' embeddings."""
 
-    is_random = False
-
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         check_one_example(known)
         patches = Patches.of(known, wave.params)

@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,8 +38,6 @@ class Baseline(Attack):
 class mean_image(Baseline):
     """Guess the mean auxiliary image."""
 
-    is_random: ClassVar[bool] = False
-
     def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:
         return [public.x.mean(0).expand(known.batch_size, *known.shape)] * len(wave)
 
@@ -48,8 +45,6 @@ class mean_image(Baseline):
 @dataclass(frozen=True)
 class class_mean_image(Baseline):
     """Guess the mean auxiliary image of each label."""
-
-    is_random: ClassVar[bool] = False
 
     def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:
         return [class_means(public, own) for own in restore(wave, known)]  # the given labels, if they are
@@ -91,8 +86,6 @@ class random_words(Baseline):
 @dataclass(frozen=True)
 class mode_row(Baseline):
     """Guess each column's mean or most frequent category among the auxiliary rows."""
-
-    is_random: ClassVar[bool] = False
 
     def guesses(self, public: Batch, wave: Wave, known: Knowledge, streams: Streams) -> Sequence[Tensor]:
         assert known.columns is not None

@@ -26,8 +26,6 @@ FAR = 1e4  # a shift at which sigmoid and ReLU are zero and flat in float32, wha
 class dead_layer(ServerAttack):
     """Makes the last hidden layer output zero for all clients of a secure sum but the target."""
 
-    spares_one: ClassVar[bool] = True
-
     def craft(self, sent: Params, known: Knowledge, rng: Generator, seen: Sequence[Observation] = ()) -> Params:
         end = classifier(known.model, known.shape)
         layers = [k.removesuffix(".weight") for k in sent if k.endswith(".weight")]

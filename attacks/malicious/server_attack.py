@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -17,8 +16,6 @@ from fedgauge.client.update import Batch, Params, Update
 
 class ServerAttack(Checked, ABC):
     """A malicious server's alteration of its messages, as a frozen dataclass; its decoder is an Attack in the same file."""
-
-    spares_one: ClassVar[bool] = False  # whether one client of a secure sum, the target, must get honest weights
 
     @property
     def architecture(self) -> Table | None:

@@ -29,7 +29,6 @@ class ArrayModality(ImageModality):
     }
     given_labels = ("class_mean_array",)
     attacks = (IMAGE_ATTACKS,)
-    blank_name = "the middle of the range"
     parts = "numbers"
 
     @classmethod

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Knowledge, Reconstruction
@@ -115,7 +114,6 @@ class Modality(ABC):
         shown_as: pictures, or words that are each right, misplaced or wrong.
         gives_lengths: whether the threat model may give the attacker the examples' lengths.
         hides_training: why an update does not reveal its client's training; empty if it does.
-        blank_name: what `blank` is, in a word or two.
         parts: what an example's shape counts.
     """
 
@@ -130,7 +128,6 @@ class Modality(ABC):
     shown_as: ClassVar[Literal["image", "text"]]
     gives_lengths: ClassVar[bool] = False
     hides_training: ClassVar[str] = ""
-    blank_name: ClassVar[str] = "zeros"
     parts: ClassVar[str] = "numbers"
 
     @classmethod
@@ -153,10 +150,6 @@ class Modality(ABC):
     def possible(self, x: Tensor) -> Tensor:
         """A reconstruction as examples that can be: a client that grades at home takes no others."""
         return x
-
-    def blank(self, truth: Tensor) -> Tensor:
-        """The guess of the truth's shape as which a paper's table grades an attack that failed."""
-        return torch.zeros_like(truth)
 
     def informed(self, known: Knowledge) -> Knowledge:
         """Add what an attacker knows beforehand of such examples."""

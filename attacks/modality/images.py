@@ -42,7 +42,6 @@ class ImageModality(Modality):
     limits = ("bayes_limit", "candidate_bound")
     attacks: ClassVar[tuple[str, ...]] = (IMAGE_ATTACKS, DECODERS)
     shown_as = "image"
-    blank_name = "grey"
     parts = "pixels"
 
     @classmethod
@@ -72,9 +71,6 @@ class ImageModality(Modality):
 
     def possible(self, x: Tensor) -> Tensor:
         return x.clamp(0, 1)
-
-    def blank(self, truth: Tensor) -> Tensor:
-        return torch.full_like(truth, 0.5)
 
     def condition(self, lengths: str) -> str:
         return "normalisation known"

@@ -34,10 +34,6 @@ def modality_of(dataset: Dataset) -> Modality:
     return next(MODALITIES[kind] for kind in type(dataset).__mro__ if kind in MODALITIES)(dataset)
 
 
-def examples_of(dataset: Dataset) -> str:
-    return f"{modality_of(dataset).main.private}s"
-
-
 def further_leaks() -> list[str]:
     """Return the metrics of leaks that are neither reconstructed examples nor membership, as a `Measure` of one's own adds them."""
     of_examples = {name for modality in MODALITIES.values() for name in modality.measured}

@@ -40,7 +40,6 @@ class RowModality(Modality):
     attacks = ("fedgauge.row_attacks",)
     shown_as = "text"
     parts = "entries"
-    blank_name = "means and first categories"
 
     @classmethod
     def holds(cls, x: Tensor) -> bool:

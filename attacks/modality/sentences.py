@@ -41,7 +41,6 @@ class SentenceModality(Modality):
     attacks = (TEXT_ATTACKS,)
     shown_as = "text"
     gives_lengths = True
-    blank_name = "no words"
     parts = "tokens"
     hides_training = "only trainings on images are compared"
 
@@ -54,9 +53,6 @@ class SentenceModality(Modality):
 
     def pairing(self, truth: Tensor, guess: Tensor) -> Tensor:
         return match_sentences(truth, guess, self.dataset.tokenizer)
-
-    def blank(self, truth: Tensor) -> Tensor:
-        return torch.full_like(truth, self.dataset.tokenizer.pad)
 
     def small_model(self) -> Table:
         return {"use": "tiny_bert" if self.dataset.task == "classification" else "tiny_gpt2"}

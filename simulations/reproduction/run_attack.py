@@ -5,12 +5,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedgauge.attacks.base import LIMITS, Budget, ClientState, Wave
 from fedgauge.attacks.grading.audit import AuditResult
+from fedgauge.attacks.modality.arrays import ArrayModality
+from fedgauge.attacks.modality.base import Modality
 from fedgauge.attacks.modality.image_metrics import AUGMENTED, mse
+from fedgauge.attacks.modality.images import ImageModality
 from fedgauge.attacks.modality.membership import LABELS_ALONE
 from fedgauge.attacks.modality.registry import modality_measured
+from fedgauge.attacks.modality.rows import RowModality
+from fedgauge.attacks.modality.sentences import SentenceModality
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.score_rows import WHOLE_BATCH, came_back
 from fedgauge.server.views.scores import Scores
@@ -27,6 +34,14 @@ from fedgauge.simulations.reproduction.paper_tables import STRONGEST, AttackSpec
 from fedgauge.simulations.reproduction.setups import Setup
 
 RANDOM_DRAWS = 10  # of random words for each update; the floor is their mean
+FIXED = ("mean_image", "membership", "mode_row")  # floors that draw nothing
+# how a failed attack is graded, by the kind of data; others: as zeros
+BLANK: Mapping[type[Modality], str] = {
+    ImageModality: "grey",
+    ArrayModality: "the middle of the range",
+    RowModality: "means and first categories",
+    SentenceModality: "no words",
+}
 
 
 def run_attack(spec: AttackSpec, setup: Setup, wave: int) -> AttackOutcome:
@@ -67,9 +82,15 @@ def _published(spec: AttackSpec, setup: Setup, result: AuditResult) -> AuditResu
     if spec.metric or not _failed(spec, result):
         return result
     auditor, seen = setup.auditor, next(o for o in setup.observations if o.client == result.client)
-    blank = auditor.modality.blank(auditor.federation.batch_at(seen.client, seen.round).x)
-    guess = replace(result.reconstruction, x=blank, y=None)
+    truth = auditor.federation.batch_at(seen.client, seen.round).x
+    guess = replace(result.reconstruction, x=_blank(auditor.modality, truth), y=None)
     return replace(result, rows=tuple(auditor.grade(spec.name, Wave.stack([seen]), seen.client, guess)[1]))
+
+
+def _blank(modality: Modality, truth: Tensor) -> Tensor:
+    if isinstance(modality, SentenceModality):
+        return torch.full_like(truth, modality.dataset.tokenizer.pad)
+    return torch.full_like(truth, 0.5 if isinstance(modality, ImageModality) else 0)
 
 
 def _waves(spec: AttackSpec, setup: Setup, most: int) -> Iterator[slice]:
@@ -122,7 +143,7 @@ def _floor(spec: AttackSpec, setup: Setup) -> dict[str, float]:
         use = next(iter(setup.auditor.modality.baselines.values()))
         baseline = AttackSpec(use, {"use": use}, Budget(1), labels=spec.labels, lengths=spec.lengths)
     draws = []
-    for draw in range(RANDOM_DRAWS if baseline.build().is_random else 1):
+    for draw in range(1 if baseline.table["use"] in FIXED else RANDOM_DRAWS):
         guessing = replace(setup, auditor=replace(setup.auditor, purpose=("floor", draw)))
         waves = _waves(spec, guessing, len(setup.observations))
         draws.append([result for part in waves for result in _audit(baseline, guessing, part)])
@@ -137,7 +158,7 @@ def compared_figures(
     if outcome.failed:
         note += f"{'; ' * bool(note)}{outcome.failed} of {len(outcome.iterations)} attacks failed"
         if not spec.metric:
-            note += f", graded as {modality_measured(outcome.scores.metrics).blank_name}"
+            note += f", graded as {BLANK.get(modality_measured(outcome.scores.metrics), 'zeros')}"
         note += "".join(f": {reason}" for reason in outcome.reasons[:1])
     against = spec.against
     if against == STRONGEST:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.malicious.inconsistency import dead_layer
 from fedgauge.attacks.malicious.server_attack import craft_weights
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
-from fedgauge.attacks.modality.registry import examples_of, modality_of
+from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import Chain
@@ -168,7 +169,9 @@ class _Clients:
         for round in range(1, cell.rounds + 1):
             sent = [honest] * cell.members
             for place in range(cell.members):
-                if server_attack is not None and not (server_attack.spares_one and place == 0 and cell.members > 1):
+                # the target of a secure sum gets honest weights, if the others' are dead
+                spared = isinstance(server_attack, dead_layer) and place == 0 and cell.members > 1
+                if server_attack is not None and not spared:
                     rng = generator(fed.protocol.seed, "malice", k, round)
                     sent[place] = craft_weights(server_attack, where, honest, known, rng, observations, place)
             updates = [
@@ -213,11 +216,15 @@ def choose(dataset: Dataset, images: Images, n: int) -> list[Tensor]:
             if len(taken) == images.batch_size:
                 break
         else:
-            held = f"{examples_of(dataset)} in the {images.part} part"
+            held = f"{_examples(dataset)} in the {images.part} part"
             raise SpecError(f"{dataset.name} has too few {held} for {n} updates of {images.batch_size}; lower --n")
         left = [i for i in left if i not in set(taken)]
         batches.append(torch.tensor(taken))
     return batches
+
+
+def _examples(dataset: Dataset) -> str:
+    return f"{modality_of(dataset).main.private}s"
 
 
 def _pretrain(cell: Setting, fed: Federation) -> str:
@@ -230,7 +237,7 @@ def _pretrain(cell: Setting, fed: Federation) -> str:
     if key not in _STATES:
         _STATES[key] = _train(cell.train, fed)
     fed.model.load_state_dict(_STATES[key])
-    right = "words" if not dataset.labelled else examples_of(dataset)
+    right = "words" if not dataset.labelled else _examples(dataset)
     accuracy, _ = fed.evaluate(fed.initial()[0], TESTED)
     return f"{cell.train.steps} steps of training, {accuracy:.0%} of the test {right} right"
 
