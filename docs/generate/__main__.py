@@ -30,7 +30,8 @@ def escaped(text: str) -> str:
 
 def components(kind: str) -> str:
     """Return the table of fedgauge's own components of a kind, below the arguments that all of them take first."""
-    every = [(found, listed_arguments(found.target)) for found in components_of(kind, own_only=True) if found.target]
+    ours = [found for found in components_of(kind) if found.package == "fedgauge"]
+    every = [(found, listed_arguments(found.target)) for found in ours if found.target]
     shared = commonprefix([f"{listed}, " for _, listed in every]).rpartition(", ")[0] if len(every) > 1 else ""
     rows = f"Each takes `{shared}`.\n\n" if shared else ""
     rows += "| name | arguments | what it is |\n|---|---|---|\n"

@@ -55,7 +55,7 @@ def _table(name: str) -> Schema:
         if path.startswith(f"{name}.")
     }
     forms = []
-    for component in components_of(kind, own_only=True):
+    for component in (c for c in components_of(kind) if c.package == "fedgauge"):
         assert component.target is not None
         form = _object(arguments_of(component.target))
         form["properties"] |= {"use": {"const": component.name, "description": component.description}, **shared}

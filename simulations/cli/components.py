@@ -56,17 +56,13 @@ class Component:
     error: str = ""
 
 
-def components_of(kind: str | None = None, own_only: bool = False) -> list[Component]:
-    """Every registered component of a kind, or of all kinds.
-
-    Args:
-        own_only: leave out plug-ins.
-    """
+def components_of(kind: str | None = None) -> list[Component]:
+    """Every registered component of a kind, or of all kinds."""
     listed = []
     for name in KINDS if kind is None else (kind,):
         # what is in two groups, as an attack on two kinds of data, is listed once
         once = {(entry.name, entry.value, entry.package): entry for entry in KINDS[name].entries()}
-        listed += [_component(name, entry) for entry in once.values() if entry.own or not own_only]
+        listed += [_component(name, entry) for entry in once.values()]
     return listed
 
 
