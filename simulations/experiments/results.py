@@ -79,7 +79,9 @@ def read_results(path: Path) -> Mapping[str, Any]:
         kept["environment"]["packages"] = coerce(kept["environment"]["packages"], dict, "packages")
     except UNREADABLE as error:
         why = getattr(error, "strerror", None) or error
-        raise SpecError(f"{path} is not a file of results ({str(why):.200}): name one that fedgauge wrote") from error
+        raise SpecError(
+            f"{path} is not a file of results ({str(why):.200}): fedgauge sweep and reproduce write one by --output"
+        ) from error
     return kept
 
 
