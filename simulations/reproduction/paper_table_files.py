@@ -98,6 +98,8 @@ def _setting(cell: Cell) -> Setting:
         resolve(link, f"{where}: chain #{i}", TRANSFORM)
     names = [spec.name for spec in specs]
     _check_distinct(f"attacks of {where}", names)
+    if setting.images.part == "test" and (tests := [spec.name for spec in specs if spec.tests_membership]):
+        raise SpecError(f"{where}, attack {tests[0]}: members are in the training part: set data.part to 'train'")
     for spec in specs:
         if spec.against not in ("", STRONGEST, *names):
             raise SpecError(f"{where}, attack {spec.name}: against: the cell has no attack {spec.against!r}")

@@ -77,6 +77,7 @@ def test_figures_of_the_paper_are_given_by_cell_attack_and_metric() -> None:
         ({"attack": [IG, IG]}, "'ig'"),
         ({"attack": [{**IG, "against": "dlg"}]}, "'dlg'"),
         ({"attack": [{**IG, "metrics": ["psnrr"]}]}, "'psnrr'"),
+        ({"attack": [{"use": "membership", "metrics": ["membership"]}]}, "'train'"),
         ({"attacks": 3}, "attacks"),
         ({"attacks": {"ig": 3}}, "attacks: ig"),
         ({"model": {"use": "mlpp"}}, "'mlpp'"),
