@@ -3,12 +3,12 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from math import nan
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import matplotlib.style
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -29,21 +29,15 @@ LETTERS = 30  # of an axis' label in a line
 SCALE = 0.55  # points of a line in print for each pixel on the page
 # the page's own colours on a white ground
 THEME = dict(re.findall(r"--([\w-]+): (#\w{6})", (STATIC / "style.css").read_text().partition("@media")[0]))
-INK, MUTED = THEME["ink"], THEME["muted"]
 SYMBOLS = {
     "circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P", "star": "*", "triangle-down": "v",
     "line-ew": "_",
 }  # fmt: skip
 STYLE: dict[Any, Any] = {
-    **{"axes.edgecolor": MUTED, "grid.color": THEME["line"], "axes.grid": True, "axes.axisbelow": True},
-    **dict.fromkeys(("axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK),
-    **dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize"), 7.5),
-    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 7),
-    **{"lines.markersize": 3.5, "legend.frameon": False, "legend.handlelength": 2.6},
-    "font.family": "DejaVu Sans",  # comes with Matplotlib, so letters are the same everywhere
+    **{"font.size": 7.5, "axes.labelsize": 7.5, "lines.markersize": 3.5, "legend.frameon": False},
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.color": THEME["line"]},
     "text.parse_math": False,  # a dollar in a name does not start a formula
     "savefig.dpi": 300,
-    "savefig.pad_inches": 0.02,
     "savefig.bbox": "tight",  # with the legend, which is below the axes
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "fedgauge",  # without it, ids are random in each file
@@ -100,16 +94,14 @@ def draw(spec: views.Figure) -> Figure:
         line = _draw_series(right if right is not None and series.role == "accuracy" else axes, series)
         handles += [line] if series.name else []
     if any(s.worst for s in spec.series):
-        handles.append(Line2D([], [], color=INK, ls=":", marker="o", mfc="none", lw=1, label="worst case"))
+        handles.append(Line2D([], [], color="black", ls=":", marker="o", mfc="none", label="worst case"))
     if spec.interval:
-        handles.append(Patch(color=INK, alpha=0.2, lw=0, label=spec.interval))
+        handles.append(Patch(color="black", alpha=0.2, label=spec.interval))
     _set_axis(axes, "x", spec.x)
     _set_axis(axes, "y", spec.y)
     if right is not None and spec.right is not None:
         right.grid(False)
         _set_axis(right, "y", spec.right)
-        axes.set_zorder(right.get_zorder() + 1)  # leakage is drawn above it
-        axes.patch.set_visible(False)
     longest = max(len(line) for handle in handles for line in str(handle.get_label()).split("\n"))
     columns = max(1, min(3, 60 // (longest + 4)))
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 0), ncols=columns)
@@ -117,26 +109,22 @@ def draw(spec: views.Figure) -> Figure:
 
 
 def _draw_series(axes: Axes, series: views.Series) -> Artist:
-    look, attack = series.look, series.role in ("attack", "run")
-    color, marker = THEME[look.colour], SYMBOLS.get(look.symbol, "")
-    x, mean = list(series.x), [nan if value is None else value for value in series.mean]
-    step, point = max(1, len(x) // 10), len(x) <= 1
-    intervals = [ends for ends in zip(x, series.low, series.high, strict=False) if None not in ends]
-    if intervals and point:
-        axes.vlines(*zip(*intervals, strict=True), color=color, linewidth=2.5, alpha=0.3)
-    elif len(intervals) > 1:
-        at, low, high = zip(*intervals, strict=True)
-        axes.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
-    if worst := [(at, value) for at, value in zip(x, series.worst, strict=False) if value is not None]:
-        hollow: dict[str, Any] = {"color": color, "marker": marker, "mfc": "none", "mew": 0.7, "markevery": step}
-        axes.plot(*zip(*worst, strict=True), **hollow, ls="" if point else ":", lw=1)
-    line = axes.plot(x, mean, zorder=3 if attack else 2.5)[0] if x else Line2D([], [])
-    dash = (0, tuple(look.dash)) if look.dash else "-"
-    line.set(color=color, linestyle="" if point and marker else dash, linewidth=SCALE * look.width, markevery=step)
+    look, color, x, point = series.look, THEME[series.look.colour], series.x, len(series.x) <= 1
+    attack = series.role in ("attack", "run")
+    symbol = SYMBOLS.get(look.symbol, "") if attack or point else ""
+    style: dict[str, Any] = {"color": color, "marker": symbol, "markevery": max(1, len(x) // 10)}
+    mean, low, high, worst = (np.array(v, float) for v in (series.mean, series.low, series.high, series.worst))
+    if len(low) and point:
+        axes.vlines(x, low, high, color=color, linewidth=2.5, alpha=0.3)
+    elif len(low):
+        axes.fill_between(x, low, high, color=color, alpha=0.2)
+    if len(worst):
+        axes.plot(x, worst, ls="" if point else ":", mfc="none", lw=1, **style)
+    dash = "" if point and symbol else (0, tuple(look.dash)) if look.dash else "-"
     label = series.name.replace(" were ", " were\n")  # a long one is in two lines
-    line.set(marker=marker if attack or point else "", label=label)
+    line = axes.plot(x, mean, ls=dash, lw=SCALE * look.width, label=label, zorder=3 if attack else 2.5, **style)[0]
     if series.label:
-        axes.annotate(series.label, (x[0], mean[0]), xytext=(3, 3), textcoords="offset points", size=7)
+        axes.annotate(series.label, (x[0], mean[0]), xytext=(3, 3), textcoords="offset points")
     return line
 
 
