@@ -3,7 +3,6 @@
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,25 +11,6 @@ import torch
 CPU = torch.device("cpu")
 Precision = Literal["ieee", "tf32"]
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS gives equal bits in workspaces of a fixed size only
-
-
-@dataclass(frozen=True)
-class Numerics:
-    """Settings and versions that decide the last digits of a result.
-
-    Args:
-        device: "cpu", "cuda:0" and so on; name: its model's.
-        precision: ieee: float32 throughout; tf32: products of 10 bits of mantissa, sums in float32.
-        deterministic: True if every operator gave equal bits for equal inputs.
-        torch: version; driver: the GPU's, "" without one.
-    """
-
-    device: str
-    name: str
-    precision: Precision
-    deterministic: bool
-    torch: str
-    driver: str
 
 
 def devices_of(wanted: str | Sequence[str]) -> list[torch.device]:
@@ -75,12 +55,18 @@ def compute_on(device: torch.device, precision: Precision = "ieee", deterministi
         getattr(torch.backends.cuda, switch)(False)
 
 
-def numerics(device: torch.device, precision: Precision = "ieee", deterministic: bool = True) -> Numerics:
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        return Numerics(str(device), name, precision, deterministic, torch.__version__, driver())
-    name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return Numerics(str(device), name, "ieee", True, torch.__version__, "")
+def described(device: torch.device, name: str, precision: Precision = "ieee", deterministic: bool = True) -> str:
+    """Describe how results were computed, such as "cuda:0 NVIDIA H100, float32 (IEEE)".
+
+    Args:
+        name: of the device in results.
+        deterministic: False if operators without a deterministic algorithm were allowed.
+    """
+    if device.type != "cuda":
+        return f"{name} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}, float32 (IEEE)"
+    products = "float32 (IEEE)" if precision == "ieee" else "TF32 products"
+    words = f"{name} {torch.cuda.get_device_name(device)}, {products}"
+    return words if deterministic else f"{words}, operators that may change the last bits"
 
 
 def driver() -> str:

@@ -198,7 +198,7 @@ def _settle(run: Run, ledger: Ledger, lease: Lease, result: Result) -> None:
             if one.memory is not None:
                 memories[one.client] = run.write_memory(lease.round, one.client, name, one.memory)
             rows[one.client], reasons[one.client] = one.rows, one.reconstruction.reason or None
-        ledger.finish(lease, rows, reasons, memories, result.numerics)
+        ledger.finish(lease, rows, reasons, memories, result.computed_on)
     except (*UNKEEPABLE, KeyError) as error:  # a user's attack gave what no ledger, or no file of tensors, holds
         _give_up(ledger, lease, error)
 

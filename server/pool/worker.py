@@ -7,7 +7,7 @@ import torch
 
 from fedgauge.attacks.base import ClientState, Wave
 from fedgauge.attacks.engine.batch_limiter import exhausted, keep_freed_memory
-from fedgauge.attacks.engine.devices import CPU, Numerics, Precision, compute_on, numerics
+from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, described
 from fedgauge.attacks.grading.audit import Auditor, AuditResult
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
@@ -42,7 +42,7 @@ class Task:
 @dataclass(frozen=True)
 class TaskResult:
     audited: list[AuditResult]
-    numerics: Numerics
+    computed_on: str  # device and precision
 
 
 class Worker:
@@ -66,8 +66,8 @@ class Worker:
         deterministic = True
         while not why:
             try:
-                result = attack_wave(task, self.device, self.precision, deterministic)
-                return replace(result, numerics=replace(result.numerics, device=self.name))
+                audited = attack_wave(task, self.device, self.precision, deterministic)
+                return TaskResult(audited, described(self.device, self.name, self.precision, deterministic))
             except Exception as error:  # of the GPU, its driver or the attack, which the CPU tells apart
                 if deterministic and NONDETERMINISTIC in str(error):
                     deterministic = False
@@ -83,7 +83,7 @@ class Worker:
     def _on_cpu(self, task: Task) -> TaskResult:
         if self.device.type == "cuda":  # what is set for a GPU must not refuse operators of the CPU
             torch.use_deterministic_algorithms(False)
-        return attack_wave(task)
+        return TaskResult(attack_wave(task), described(CPU, "cpu"))
 
     def _why(self, error: Exception) -> str:
         """Return why a wave cannot be attacked on the device, with the remedy; notes whether the device is lost."""
@@ -100,7 +100,7 @@ class Worker:
 
 def attack_wave(
     task: Task, device: torch.device = CPU, precision: Precision = "ieee", deterministic: bool = True
-) -> TaskResult:
+) -> list[AuditResult]:
     """Audit one wave, on one thread of the CPU or on a device, so that equal waves give equal bits.
 
     Raises:
@@ -111,10 +111,9 @@ def attack_wave(
     compute_on(device, precision, deterministic)
     auditor = _auditor(task.protocol, task.seed, task.blind, device)
     try:
-        audited = auditor.audit(task.planned, task.wave, task.others, task.memories)
+        return auditor.audit(task.planned, task.wave, task.others, task.memories)
     except SystemExit as error:
         raise RuntimeError(f"the attack called sys.exit({error.code!r}) instead of returning") from error
-    return TaskResult(audited, numerics(device, precision, deterministic))
 
 
 @lru_cache(maxsize=4)

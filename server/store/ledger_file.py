@@ -24,7 +24,7 @@ UNKEEPABLE = (
     *(sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError),
     *(OverflowError, UnicodeEncodeError),
 )
-VERSION = 3  # of the schema
+VERSION = 4  # of the schema
 # SQLite checks types and bounds at each writing, and of a ledger from elsewhere when it is opened
 _PLACE = f"INTEGER NOT NULL CHECK ({{}} BETWEEN 0 AND {MOST})"
 _ROUND, _CLIENT = f"round {_PLACE.format('round')}", f"client {_PLACE.format('client')}"
@@ -47,15 +47,11 @@ SCHEMA = f"""
         planned TEXT NOT NULL, knowledge TEXT NOT NULL, seed INTEGER NOT NULL, remembers INTEGER NOT NULL DEFAULT 0,
         flat INTEGER NOT NULL DEFAULT 0, training TEXT, grading TEXT
     ) STRICT;
-    CREATE TABLE numerics (
-        id INTEGER PRIMARY KEY, device TEXT NOT NULL, name TEXT NOT NULL, precision TEXT NOT NULL,
-        deterministic INTEGER NOT NULL, torch TEXT NOT NULL, driver TEXT NOT NULL
-    ) STRICT;
     CREATE TABLE jobs (
         id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, attack_id INTEGER NOT NULL REFERENCES attacks(id),
         {_ROUND}, {_CLIENT}, other INTEGER CHECK (other BETWEEN 0 AND {MOST}), wave INTEGER NOT NULL,
         state TEXT NOT NULL DEFAULT 'queued', attempts INTEGER NOT NULL DEFAULT 0, error TEXT, finished INTEGER,
-        memory TEXT, graded TEXT, graded_to REAL, numerics_id INTEGER REFERENCES numerics(id)
+        memory TEXT, graded TEXT, graded_to REAL, computed_on TEXT
     ) STRICT;
     CREATE INDEX jobs_by_state ON jobs (state, round, attack_id, wave);
     CREATE INDEX jobs_by_finish ON jobs (finished);

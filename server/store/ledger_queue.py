@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Literal
 
 from fedgauge.attacks.base import LIMITS
-from fedgauge.attacks.engine.devices import Numerics
 from fedgauge.attacks.modality.membership import HELD, MEMBER
 from fedgauge.attacks.plan import AttackPlan
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord
@@ -150,7 +149,7 @@ class JobQueue(LedgerReads):
         rows: Mapping[int, Iterable[ScoreRecord]],
         reasons: Mapping[int, str | None] | None = None,
         memories: Mapping[int, str] | None = None,
-        numerics: Numerics | None = None,
+        computed_on: str | None = None,
     ) -> None:
         """Write a wave's scores and mark its jobs done, in one transaction.
 
@@ -158,28 +157,16 @@ class JobQueue(LedgerReads):
             rows: by attacked client.
             reasons: of the attack's status, by client.
             memories: digest of a stateful attack's memory, by client.
-            numerics: of the wave.
+            computed_on: device and precision.
         """
         with self._transaction() as db:
-            how = None if numerics is None else self._numerics_id(db, numerics)
             for job, client in zip(lease.jobs, lease.clients, strict=True):
                 self._write_scores(db, job, rows[client])
-                values = ((reasons or {}).get(client), (memories or {}).get(client), how, job)
+                values = ((reasons or {}).get(client), (memories or {}).get(client), computed_on, job)
                 db.execute(
-                    f"UPDATE jobs SET state = 'done', error = ?, memory = ?, numerics_id = ?, {_END} WHERE id = ?",
+                    f"UPDATE jobs SET state = 'done', error = ?, memory = ?, computed_on = ?, {_END} WHERE id = ?",
                     values,
                 )
-
-    @staticmethod
-    def _numerics_id(db: sqlite3.Connection, numerics: Numerics) -> int:
-        names = [f.name for f in fields(Numerics)]
-        values = [getattr(numerics, name) for name in names]
-        same = " AND ".join(f"{name} = ?" for name in names)
-        known = db.execute(f"SELECT id FROM numerics WHERE {same}", values).fetchone()
-        if known is not None:
-            return int(known["id"])
-        marks = ", ".join("?" * len(names))
-        return int(db.execute(f"INSERT INTO numerics ({', '.join(names)}) VALUES ({marks})", values).lastrowid or 0)
 
     def retry(self, lease: Lease, error: str, split: bool = False) -> None:
         """Return a wave to the queue, if split with one job a wave."""
@@ -225,7 +212,7 @@ class JobQueue(LedgerReads):
             self._delete_scores(db, ids)
             db.executemany(
                 "UPDATE jobs SET state = 'queued', attempts = 0, error = NULL, graded = NULL, graded_to = NULL,"
-                f" memory = NULL, numerics_id = NULL, wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
+                f" memory = NULL, computed_on = NULL, wave = CASE WHEN wave < 0 THEN {rank} / ? ELSE wave END WHERE id = ?",
                 [(wave, i) for i in ids],
             )
         return len(ids), gone

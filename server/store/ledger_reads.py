@@ -79,12 +79,13 @@ class LedgerReads(LedgerFile):
             " WHERE a.role = 'attack') GROUP BY round, client"
         ).fetchall()
 
-    def numerics(self) -> list[sqlite3.Row]:
-        """Return the numerics of attacks: device, name, precision, deterministic, torch, driver, jobs."""
-        return self._db.execute(
-            "SELECT n.*, count(*) jobs FROM jobs JOIN attacks a ON a.id = attack_id JOIN numerics n ON n.id = numerics_id"
-            " WHERE a.role = 'attack' GROUP BY n.id ORDER BY n.device, n.id"
-        ).fetchall()
+    def devices(self) -> list[str]:
+        """Return how the attacks' results were computed, each device and precision once."""
+        rows = self._db.execute(
+            "SELECT DISTINCT computed_on FROM jobs JOIN attacks a ON a.id = attack_id"
+            " WHERE a.role = 'attack' AND computed_on NOTNULL ORDER BY 1"
+        )
+        return [row["computed_on"] for row in rows]
 
     def rounds(self, since: int = 0) -> list[sqlite3.Row]:
         return self._db.execute("SELECT * FROM rounds WHERE round >= ? ORDER BY round", (since,)).fetchall()

@@ -8,7 +8,6 @@ from fedgauge.server.views.formatting import listed
 from fedgauge.server.views.participation import participation
 from fedgauge.server.views.snapshot import Jobs
 
-PRECISIONS = {"ieee": "float32 (IEEE)", "tf32": "TF32 products"}
 MOST_DEVICES = 8  # devices in a sentence
 MOST_REASONS = 10  # distinct reasons in one sentence
 
@@ -48,12 +47,7 @@ def none_accepted(ledger: Ledger, ended: bool = False) -> str:
 
 def attacked_on(ledger: Ledger) -> str:
     """Name the devices and precision of the attacks, such as "attacked on cuda:0 NVIDIA H100, float32 (IEEE)"."""
-    kinds: dict[str, list[str]] = {}
-    for row in ledger.numerics():
-        parts = [row["name"], PRECISIONS.get(row["precision"], row["precision"])]
-        parts += [] if row["deterministic"] else ["operators that may change the last bits"]
-        kinds.setdefault(sanitised(", ".join(parts)), []).append(sanitised(row["device"]))
-    each = [f"{' and '.join(dict.fromkeys(devices))} {kind}" for kind, devices in kinds.items()]
+    each = list(map(sanitised, ledger.devices()))
     return f"attacked on {listed(each, MOST_DEVICES)}" if each else ""
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, devices_of, numerics
+from fedgauge.attacks.engine.devices import CPU, Precision, compute_on, described, devices_of, driver
 from fedgauge.attacks.learned.learning_to_invert import learning_to_invert
 from fedgauge.attacks.modality.image_metrics import PSNR_CAP, psnr
 from fedgauge.client.models.libraries import torchvision
@@ -258,7 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     benchmark = GpuBenchmark(device, QUICK if options.quick else FULL)
     started, figures = time.monotonic(), list[Figure]()
     settings = dict(
-        asdict(numerics(device)), peak=f"{PEAK:g} TFLOP/s", seed=0, sizes=asdict(benchmark.sizes),
+        device=described(device, str(device)), torch=torch.__version__, driver=driver(),
+        peak=f"{PEAK:g} TFLOP/s", seed=0, sizes=asdict(benchmark.sizes),
         clock="seconds until the device has finished, medians of interleaved repetitions",
     )  # fmt: skip
     missed = 0

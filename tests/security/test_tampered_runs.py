@@ -173,7 +173,7 @@ CODES = "char(27) || ']0;owned' || char(7)"
 def test_a_report_holds_no_control_code(theirs: Run) -> None:
     words = ("UPDATE attacks SET knowledge = {0}, training = {0}, grading = {0}; UPDATE observations SET reason = {0}, "
              "status = 'rejected' WHERE client = 0; UPDATE jobs SET error = {0}, state = 'failed' WHERE id = 1; "
-             "UPDATE numerics SET name = {0}; INSERT OR REPLACE INTO meta VALUES ('replay', 'mismatch'), "
+             "UPDATE jobs SET computed_on = {0}; INSERT OR REPLACE INTO meta VALUES ('replay', 'mismatch'), "
              "('replay_detail', {0}), ('note_on_round_1', {0})")  # fmt: skip
     changed(theirs, words.format(CODES))
     (theirs.folder / "environment.json").write_text(json.dumps({"packages": {"torch": "\x1b[2J"}}))

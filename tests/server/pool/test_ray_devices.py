@@ -62,7 +62,7 @@ def test_workers_with_an_unusable_gpu_attack_on_the_cpu_with_a_reason(
     close(here, there)
     with there.ledger() as ledger:
         told = [r["reason"] for r in ledger.reasons()]
-        used = {row["device"] for row in ledger.numerics()}
+        used = {words.split()[0] for words in ledger.devices()}
     assert told and all(re.search(r"CPU: cuda:[02] raised \w+: ", words) for words in told)
     assert "cpu" in used
 

@@ -24,8 +24,8 @@ def test_a_worker_gives_what_the_auditor_gives(kit: Any, tmp_path: Path) -> None
     task = Task(scenario.protocol.to_json(), planned, 3, wave, {0: 3})
     outcome = attack_wave(task)
     expected = Auditor(FederationSource(Federation(scenario.protocol)), 3).audit(planned, wave, {0: 3})
-    for one, other in zip(outcome.audited, expected, strict=True):
+    for one, other in zip(outcome, expected, strict=True):
         assert torch.equal(one.reconstruction.x, other.reconstruction.x)
         assert [replace(r, seconds=0.0) for r in one.rows] == [replace(r, seconds=0.0) for r in other.rows]
-    told = {one.client: {row.attack for row in one.rows} for one in outcome.audited}
+    told = {one.client: {row.attack for row in one.rows} for one in outcome}
     assert told == {0: {IG["use"], f"wrong_client({IG['use']})"}, 3: {IG["use"]}}
