@@ -11,10 +11,9 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.run_files import printable
 from fedgauge.server.views.leak_tables import rounds_table
 from fedgauge.server.views.notices import audit_command, notices
-from fedgauge.server.views.outcomes import MOST_REASONS, attacked_on
+from fedgauge.server.views.outcomes import MOST_REASONS
 from fedgauge.server.views.participation import guarded, participation
 from fedgauge.server.views.privacy import canaries
-from fedgauge.server.views.server_attacks import server_attack_effects
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.cli.options import tell
@@ -67,17 +66,13 @@ def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
         say(said, "bold", wrap=console.is_terminal)  # a file has whole lines
     if reading.scores.left_ungraded and (reason := ungraded_reason(reading)) not in said:
         say(f"reconstructions without a grade, which the report shows: {reason}")
-    if meta.get("replay") == "ok":
-        say(f"replay check: {meta['replay_detail']}")
-    effects = server_attack_effects(reading)
     reasons: dict[str, list[str]] = {}
     for row in ledger.reasons():
         if row["reason"] not in said:
             reasons.setdefault(row["reason"], []).append(f"{row['attack']} ({row['jobs']} x)")
     for text in (
         canaries(reading),
-        *(f"malicious server, {name}: {effect}" for name, effect in effects.items()),
-        attacked_on(ledger),
+        meta.get("server_attack", ""),  # its failure
         _clients(ledger),
         _grading(ledger),
         *islice((f"{', '.join(attacks)}: {reason}" for reason, attacks in reasons.items()), MOST_REASONS),
