@@ -59,17 +59,6 @@ def test_the_reply_is_the_federations_update_bit_for_bit(chain: list[dict[str, A
     assert sorted(reply.content) == ["metrics", "update"], "nothing else leaves the client"
 
 
-def test_the_update_of_one_step_is_minus_the_rate_times_the_gradient_by_autograd() -> None:
-    agreed = protocol()
-    fed = Federation(agreed)
-    batch = fed.batch_at(2, 1)
-    loss = torch.nn.functional.cross_entropy(fed.model(fed.shards.dataset.normalise(batch.x)), batch.y)
-    gradients = torch.autograd.grad(loss, list(fed.model.parameters()))
-    update = tensors(app(ask(agreed), context(agreed, 2)))
-    for (name, _), g in zip(fed.model.named_parameters(), gradients, strict=True):
-        torch.testing.assert_close(update[name], -0.1 * g, rtol=1e-5, atol=1e-7)
-
-
 def test_clients_rounds_and_seeds_give_different_updates() -> None:
     agreed, other = protocol(chain=NOISY), protocol(chain=NOISY, seed=4)
     answers = [

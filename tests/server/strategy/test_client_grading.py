@@ -95,11 +95,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     return simulation, deployed(folder, scenario, owners(folder, scenario))
 
 
-def test_a_deployment_trains_the_simulations_model_bit_for_bit(pair: tuple[Run, Run]) -> None:
-    bits = [run.model.read_bytes() for run in pair]
-    assert bits[0] == bits[1]
-
-
 def test_clients_give_the_simulations_scores_to_half_a_decibel(pair: tuple[Run, Run]) -> None:
     with pair[0].ledger() as simulation, pair[1].ledger() as deployment:
         true, told = psnr(simulation), psnr(deployment)
@@ -113,21 +108,6 @@ def test_clients_give_the_simulations_scores_to_half_a_decibel(pair: tuple[Run, 
             assert math.isclose(b / 0.5, round(b / 0.5)), "a multiple of the precision"
             compared += 1
     assert compared == 2 * 3 * 5 * 2  # rounds, clients, (an attack, its wrong client and three baselines), examples
-
-
-def test_scores_have_the_order_of_the_reconstructions(pair: tuple[Run, Run]) -> None:
-    """In the order of the reconstruction's images: the truth's order stays at the client."""
-    run = pair[1]
-    scenario = run.scenario()
-    with run.ledger() as ledger:
-        told = psnr(ledger)[1, 0, "inverting_gradients"]
-    x = run.read_reconstruction(1, 0, "inverting_gradients")["x"]
-    truth = scenario.federation.batch_at(0, 1).x
-    pairs = [(0, 1), (1, 0)]
-    errors = {p: [(truth[p[j]] - x[j]).double().square().mean() for j in range(2)] for p in pairs}
-    best = min(pairs, key=lambda p: float(sum(errors[p])))
-    for value, error in zip(told, errors[best], strict=True):
-        assert value is not None and abs(value + 10 * math.log10(float(error))) <= 0.25 + 1e-6
 
 
 def test_an_attack_that_left_no_images_is_a_row_with_its_status_and_no_question(pair: tuple[Run, Run]) -> None:

@@ -108,15 +108,6 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 FIVE = PairwiseMasking(group=5, clip=2.0, threshold=3, colluders=0)
 
 
-def test_fedavg_trains_as_it_would_on_the_updates_themselves(kit: Any) -> None:
-    trained, recorder, _ = train(kit, FIVE, 5, rounds=3, theta=FLOATS)
-    theta = FLOATS
-    for round in (1, 2, 3):
-        theta = expected(range(5), theta, round)
-    assert distance(trained, theta) < 2e-6
-    assert [len([m for m in handed if not m.has_error()]) for handed in recorder.handed] == [1, 1, 1]
-
-
 @pytest.mark.product
 @pytest.mark.parametrize("gone", range(5))
 @pytest.mark.parametrize("step", STEPS)
@@ -261,13 +252,6 @@ def simulated(
     )
     result = validator.start(network, ArrayRecord(params), rounds)
     return (dict(result.arrays.to_torch_state_dict()) if result.arrays else params), intakes, validator
-
-
-def test_fedavg_trains_the_same_model_with_and_without_a_secure_sum(kit: Any) -> None:
-    alone, together = (simulated(kit, kit.scenario(**EIGHT, **table)) for table in ({}, {"secure_sum": {"group": 4}}))
-    assert 0 <= distance(alone[0], together[0]) < 1e-6
-    assert distance(alone[0], Federation(kit.scenario(**EIGHT).protocol).initial()[0]) > 1e-3
-    assert [len(i.accepted) for i in together[1]] == [2, 2, 2]
 
 
 def test_the_tap_and_the_strategy_see_one_reply_for_each_group(kit: Any) -> None:

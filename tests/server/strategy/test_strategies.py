@@ -73,11 +73,6 @@ def by_hand(scenario: Scenario, rounds: int = 3) -> dict[str, Tensor]:
     return params
 
 
-def test_fedavg_is_theta_plus_the_mean_update(kit: Any) -> None:
-    scenario = scenario_of(kit, "FedAvg")
-    assert distance(train(kit, scenario), by_hand(scenario)) < 1e-6
-
-
 @pytest.mark.parametrize("use", USES)
 def test_strategies_train_in_float32_and_do_not_depend_on_arrival_or_node_ids(kit: Any, use: str) -> None:
     scenario = scenario_of(kit, use)
@@ -110,24 +105,6 @@ def test_a_round_without_replies_keeps_the_weights_and_goes_on(kit: Any, use: st
     at = {round: dict(record.to_torch_state_dict()) for round, record in sent.items()}
     assert not identical(at[1], at[2])
     assert identical(at[2], at[3])
-
-
-@pytest.mark.parametrize("use", ["FedAvg", "FedAdam", "FedProx"])
-def test_curiosity_changes_no_bit_of_the_trained_model(kit: Any, use: str, tmp_path: Path) -> None:
-    scenario = scenario_of(kit, use)
-    trained = []
-    for name, plan in (("on", scenario.plan), ("off", None)):
-        with Ledger(tmp_path / f"{name}.sqlite", create=True) as ledger:
-            ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
-            tap = UpdateRecorder(ledger, Tape(tmp_path / name), plan)
-            trained.append(
-                train(kit, scenario, lambda inner, b, g, tap=tap: CheckedStrategy(inner, tap, b, 1, dict(g.nodes)))
-            )
-            assert bool(ledger.progress().total) == (name == "on")
-    assert identical(*trained)
-    assert (tmp_path / "on").exists()
-    assert not (tmp_path / "off").exists()
-    assert identical(trained[0], train(kit, scenario)), "and none of it differs from the bare door"
 
 
 # ---------------------------------------------------------------------------------------------------------- FedProx

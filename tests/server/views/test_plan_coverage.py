@@ -24,7 +24,7 @@ from fedgauge.server.views.verdict import verdict_of
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.reports.report import write_report
-from fedgauge.simulations.run.exit_status import FAILED, INCOMPLETE, exit_status
+from fedgauge.simulations.run.exit_status import INCOMPLETE, exit_status
 from tests.small_runs import scenario, trained
 
 WEAK = [{"use": "inverting_gradients", "iterations": 2, "labels": "given"}]
@@ -115,27 +115,6 @@ def test_a_refused_update_counts_everywhere(refused: Run, capsys: pytest.Capture
     assert main(["gate", str(refused.folder), "--fail-above", "psnr=60"]) == 4
     assert main(["gate", str(refused.folder), "--fail-above", "psnr=-100"]) == 1, "what leaks, leaks"
     assert "incomplete" in capsys.readouterr().out
-
-
-def test_a_run_all_of_whose_updates_are_refused(tmp_path: Path) -> None:
-    trained(tmp_path / "run", small(validator={"max_norm": 1e-9}))
-    run = Run(tmp_path / "run")
-    found = counted(run)
-    assert (found.updates, found.attacked, found.missed) == (4, 0, {"refused": 4})
-    assert (found.rounds, found.missed_rounds) == (2, (1, 3))
-    assert exit_status(run) == FAILED
-    with read_once(run) as reading:
-        (gate,) = gate_of_run(reading, [Threshold("psnr", 60.0)])
-        assert gate.outcome == "incomplete" and found.words in verdict_of(reading).sentence
-
-
-def test_a_run_with_all_planned_attacks_is_complete(tmp_path: Path) -> None:
-    run = recorded(tmp_path / "run", small(), {r: sent(0, 1) for r in (1, 2, 3)})
-    with run.ledger() as ledger:
-        end_all(ledger)
-    found = counted(run)
-    assert (found.updates, found.attacked, found.rounds) == (4, 4, 2)
-    assert found.words == "" and exit_status(run) == 0
 
 
 ABSENT = Participation(1, "missing", "no reply", silent=True)
