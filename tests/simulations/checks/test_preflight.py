@@ -79,18 +79,13 @@ def test_a_chain_of_layers_is_exact_or_names_what_stays_open(tmp_path: Path) -> 
     with allowing(["chained_layers"], [tmp_path]):
         (wide,) = closed_forms(scenario(model={"use": "chained_layers:net"}))
         assert wide.severity == "leaks" and "2 of 2 simulated" in wide.words
+        exact = check(scenario(model={"use": "chained_layers:net"}))
+        assert [r.code for r in exact if r.name == "closed form"] == ["exact"]
         (narrow,) = closed_forms(scenario(model={"use": "chained_layers:net", "width": 1}))
         (left,) = re.findall(r"layer '0.0': (\d+) of 784", narrow.words)
         assert narrow.severity == "note" and int(left) == pytest.approx(579, abs=5)
         (pooled,) = closed_forms(scenario(model={"use": "chained_layers:net", "pooled": True}))
         assert "max_pool2d" in pooled.words
-
-
-@pytest.mark.full
-def test_preflight_and_doctor_call_a_lenet_exact() -> None:
-    of_lenet = scenario(model={"use": "lenet"})
-    assert finding(closed_forms(of_lenet), "2 of 2 simulated", "(recursive").severity == "leaks"
-    assert [r.code for r in check(of_lenet) if r.name == "closed form"] == ["exact"]
 
 
 def test_an_example_that_alone_excites_a_neuron_is_reported() -> None:
