@@ -8,6 +8,9 @@ import pytest
 import tomli_w
 import torch
 from flwr.app import Error, Message
+from flwr.common.serde import context_from_proto, context_to_proto, message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Context as ProtoContext
+from flwr.proto.message_pb2 import Message as ProtoMessage
 from safetensors.torch import load_file
 
 from fedgauge.client.components import SpecError
@@ -19,6 +22,7 @@ from fedgauge.server.pool.service import serve
 from fedgauge.simulations.checks.owner_check import check_owner
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
+from tests.forks import FORK, forked
 from tests.owned import OwnedGrid, train_owned
 from tests.small_runs import DEPLOYED
 
@@ -59,7 +63,10 @@ def deployed(
 
 
 class Leaving(OwnedGrid):
-    """Client 1's masked vector is lost in round 2; client 0 is gone when round 3's masks are to be removed."""
+    """Client 1's masked vector is lost in round 2; client 0 is gone when round 3's masks are to be removed.
+
+    Each question is answered in a process of its own, as Flower's SuperNodes do.
+    """
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -78,6 +85,21 @@ class Leaving(OwnedGrid):
                     reply = Message(Error(0, "the node is gone"), reply_to=message)
             arrived.append(reply)
         return arrived
+
+    def _answer(self, message: Message) -> Message:
+        node, (here, there) = message.metadata.dst_node_id, FORK.Pipe(duplex=False)
+
+        def work() -> None:
+            reply = super(Leaving, self)._answer(message)
+            there.send_bytes(message_to_proto(reply).SerializeToString())
+            there.send_bytes(context_to_proto(self._contexts[node]).SerializeToString())
+
+        child = forked(work)
+        there.close()
+        reply = message_from_proto(ProtoMessage.FromString(here.recv_bytes()))
+        self._contexts[node] = context_from_proto(ProtoContext.FromString(here.recv_bytes()))
+        child.join()
+        return reply
 
 
 @pytest.mark.usefixtures("identity")
