@@ -20,7 +20,6 @@ DATA = {"use": "mnist5k", "batch_size": 4, "auxiliary": 64}
 MLP = {"use": "mlp", "hidden": [8]}
 BATCHNORM = {"use": "convnet", "width": 1, "norm": "batch", "mode": "train"}
 SGD = {"use": "local_sgd", "rate": 0.1}
-PRIVATE = [SGD, {"use": "clip", "max_norm": 1.0}, {"use": "gaussian", "sigma": 1.0}]
 NOISY = [SGD, {"use": "gaussian", "sigma": 0.01}]
 
 

@@ -127,7 +127,6 @@ DP = {"use": "dp_sgd", "max_norm": 1.0, "noise_multiplier": 1.0}
 CLIP = {"use": "clip", "max_norm": 1.0}
 SGD = {"use": "local_sgd", "rate": 0.1}
 MIXUP = {"use": "mixup", "alpha": 0.4}
-ATS = {"use": "ats", "policy": "7-4-15"}
 Make = Callable[..., Federation]
 
 

@@ -27,8 +27,6 @@ from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.precode import precode
 from tests.tensors import seeded
 
-SGD = {"use": "local_sgd", "rate": 0.1}
-
 
 def small(beta: float = 0.5) -> nn.Module:
     """4 inputs, 3 features behind a sigmoid, a code of 2, 3 classes; float64."""

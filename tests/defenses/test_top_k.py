@@ -16,8 +16,6 @@ from fedgauge.client.local_training import local_sgd
 from fedgauge.client.transforms import TransformState
 from fedgauge.client.update import Batch, Update
 from fedgauge.defenses.top_k import largest, top_k
-from fedgauge.server.pool.executors import LocalExecutor
-from fedgauge.server.pool.service import serve
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run.in_memory import train
@@ -151,9 +149,3 @@ def test_the_clients_of_a_federation_remember(trained: Run, scenario: Scenario) 
 def test_a_first_update_can_be_recomputed_and_a_later_one_cannot(trained: Run, scenario: Scenario) -> None:
     told = {(o.round, o.client): replay(scenario.federation, o) for o in observations(trained)}
     assert all(found.ok == (round == 1) for (round, _), found in told.items())
-
-
-def verdict(run: Run) -> dict[str, str]:
-    serve(run, LocalExecutor())
-    with run.ledger() as ledger:
-        return {k: v for k, v in ledger.meta().items() if k.startswith("replay")}

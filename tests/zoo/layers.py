@@ -219,11 +219,6 @@ def squeeze(x: Tensor) -> Tensor:
     return x * x.mean((2, 3), keepdim=True).sigmoid()
 
 
-def residual(layer: nn.Module) -> nn.Module:
-    """A layer around which its input passes."""
-    return Lambda(lambda x: x + layer(x))
-
-
 conv = partial(nn.Conv2d, 4, 4, 3)
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "RNN": partial(recurrent, nn.RNN),

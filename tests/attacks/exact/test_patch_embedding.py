@@ -133,10 +133,6 @@ def test_noise_takes_the_image_away_bit_by_bit() -> None:
     assert found[0] > found[1] + 10 and found[1] > mean + 3 and abs(found[2] - mean) < 1, (found, mean)
 
 
-def relative() -> nn.Module:
-    return timm(SHAPE, CLASSES, "swin_tiny_patch4_window7_224").eval()
-
-
 @pytest.mark.parametrize(
     ("model", "images", "links", "reason"),
     [

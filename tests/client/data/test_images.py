@@ -148,16 +148,6 @@ def test_iid_shards_are_those_of_flwr_datasets(clients: int) -> None:
         assert torch.equal(mine, kept[torch.tensor(theirs.load_partition(c)["row"]).sort().values])
 
 
-def test_iid_shards_are_equal_and_alike(digits: Dataset) -> None:
-    shards = split(digits, 7, 0)
-    sizes = [len(mine) for mine in shards.indices]
-    assert max(sizes) - min(sizes) <= 1
-    counts = torch.stack([digits.y[mine].bincount(minlength=10) for mine in shards.indices]).double()
-    from scipy.stats import chi2_contingency
-
-    assert chi2_contingency(counts.numpy()).pvalue > 1e-3, counts
-
-
 @pytest.mark.parametrize("partition", ["iid", "dirichlet", "shards"])
 def test_a_split_is_a_function_of_its_seed(
     partition: Partition, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

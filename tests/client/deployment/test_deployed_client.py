@@ -9,8 +9,6 @@ import torch
 from fedgauge.client.deployment.deployed_client import DeployedClient
 from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.client.deployment.server_terms import RequestRefused, ServerTerms
-from fedgauge.client.federation import Federation
-from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import secret_generator
 from fedgauge.defenses.accounting import privacy_statement
 from tests.client.deployment.conftest import DATA, MLP, SERVERS, SGD, Write, terms
@@ -28,16 +26,6 @@ def test_a_protocol_that_is_none_is_refused(changes: str | dict[str, Any]) -> No
 def test_a_client_beyond_the_protocols_is_none_of_it(write: Write) -> None:
     with pytest.raises(RequestRefused):
         DeployedClient.of(OwnerConfig.load(write(client=7)), terms())
-
-
-def test_secret_sampling_draws_from_the_own_shard_and_never_the_same_again(write: Write) -> None:
-    own = DeployedClient.of(OwnerConfig.load(write()), terms())
-    shard = set(own.shards.indices[1].tolist())
-    drawn = [own.draw(1) for _ in range(20)]
-    assert all(len(set(rows)) == 4 and set(rows) <= shard for rows in drawn)
-    agreed = Federation(Protocol.from_tables(SERVERS)).rows_at(1, 1).tolist()
-    # of some 1,300 images, four in order: 3e12 draws
-    assert len({tuple(rows) for rows in drawn}) == 20 and agreed not in drawn
 
 
 def test_secret_sampling_draws_every_image_equally_often(write: Write) -> None:
@@ -60,20 +48,6 @@ def test_whole_is_all_of_the_training_images(write: Write) -> None:
     own = DeployedClient.of(OwnerConfig.load(write(data=data)), terms())
     assert [len(each) for each in own.shards.indices] == [0, 4000, 0]
     assert len(own.shards.auxiliary) == 0
-
-
-def test_noise_is_drawn_anew_whatever_the_seed(write: Write) -> None:
-    noisy = [SGD, {"use": "gaussian", "sigma": 1.0}]
-    data = {**DATA, "sampling": "agreed"}
-    own = DeployedClient.of(OwnerConfig.load(write(chain=noisy, data=data)), terms())
-    params, buffers = own.initial()
-    batch = own.owner.batch(own.draw(1))
-    first, second = (own.compute(params, buffers, batch, {}) for _ in range(2))
-    simulated = Federation(Protocol.from_tables(SERVERS | {"chain": noisy})).own_update(params, buffers, 1, 1)
-    for a, b in ((first, second), (first, simulated), (second, simulated)):
-        assert not any((a[k] == b[k]).all() for k in a)
-        difference = torch.cat([(a[k] - b[k]).flatten() for k in a])
-        assert abs(float(difference.std()) - 2**0.5) < 0.05, "independent, each of standard deviation 1"
 
 
 def test_a_secret_generator_has_more_than_the_32_bits_of_a_seed() -> None:

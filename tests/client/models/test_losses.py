@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Budget, Observation, Wave
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient
 from fedgauge.attacks.engine.gradients.per_problem import gradients, local_training_changes
-from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.gaussian_prior import public_priors
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.grading.knowledge_card import knowledge_card
@@ -25,7 +23,6 @@ from fedgauge.attacks.grading.replay import replay
 from fedgauge.attacks.limits import BLOCKS, bayes_limit, trace_bound
 from fedgauge.attacks.matching.recipes import dlg, inverting_gradients
 from fedgauge.attacks.matching.search import AdamSearch
-from fedgauge.attacks.modality.image_metrics import psnr_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.client.chain import chain
@@ -324,19 +321,6 @@ def test_the_attacker_matches_the_loss_that_it_knows(own: None, make_federation:
     assert f"loss {loss['use'].rpartition(':')[2]}() known" in knowledge_card(fed, planned("inverting_gradients"))
 
 
-@pytest.mark.parametrize("loss", [SQUARED, {"use": "mylosses:focal"}])
-def test_the_label_of_one_example_is_restored_under_any_loss(
-    own: None, make_federation: MakeFederation, loss: dict[str, str]
-) -> None:
-    fed = make_federation(loss=loss)
-    known = Auditor(FederationSource(fed)).knowledge(planned("idlg"))
-    for client in range(2):
-        assert labelling.restore(wave_of(fed, (client,)), known)[0].equal(fed.shards.batch_at(client, 1).y)
-    assert "loss" in knowledge_card(fed, planned("idlg")) and "loss" not in knowledge_card(
-        make_federation(), planned("idlg")
-    )
-
-
 def test_labels_of_several_examples_are_optimised_also_under_a_loss_of_whole_classes(
     own: None, make_federation: MakeFederation
 ) -> None:
@@ -356,14 +340,6 @@ def test_a_loss_of_whole_classes_as_one_of_probabilities_is_the_same(own: None) 
     assert torch.allclose(Expected(focal, False)(logits, F.one_hot(y, 5).float()), focal(logits, y))
     soft = torch.rand(3, 5).softmax(1)
     assert torch.allclose(Expected(F.cross_entropy, False)(logits, soft), F.cross_entropy(logits, soft))
-
-
-def test_analytic_inversion_owes_nothing_to_the_loss(make_federation: MakeFederation) -> None:
-    fed = make_federation(loss=SQUARED, model={"use": "mlp"})
-    known = Auditor(FederationSource(fed)).knowledge(planned("analytic"))
-    (found,) = analytic().reconstruct(wave_of(fed), known, Budget(1), [lambda *_: torch.Generator()])
-    assert found.x is not None
-    assert float(psnr_of(fed.shards.batch_at(0, 1).x, found.x)) > 100
 
 
 def test_the_replay_check_notices_a_client_that_minimises_the_cross_entropy(make_federation: MakeFederation) -> None:

@@ -15,30 +15,8 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.snapshot import RunSnapshot
 from tests.server.dashboard.pages import Get, served, visitor
-from tests.small_runs import scores_of
-
-
-def test_a_reading_follows_the_run(
-    make_scenario: Callable[..., Scenario], make_taped: Callable[..., Run], tmp_path: Path
-) -> None:
-    run = make_taped(tmp_path / "live", make_scenario())
-    reading = RunSnapshot(run)
-    with run.ledger() as ledger:
-        while (lease := ledger.lease()) is not None:
-            rows = {
-                c: [ScoreRecord(lease.round, c, lease.attack.name, 0, "psnr", 9.0 + c, "", 0.1)] for c in lease.clients
-            }
-            with reading.now():
-                before = reading.version
-                reading.leakage("psnr")
-            ledger.finish(lease, rows)
-            with reading.now():
-                assert reading.version != before
-                assert reading.leakage("psnr") == leakage(scores_of(ledger), "psnr")
-    reading.close()
 
 
 def train_again(ledger: Ledger) -> None:

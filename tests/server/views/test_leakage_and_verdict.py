@@ -1,6 +1,6 @@
 """What is said of a run: numbers on paper and from scipy, failures counted, and verdicts that chance alone does not earn."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
@@ -298,8 +298,6 @@ def test_without_grades_there_is_no_success_curve(ledger: Ledger) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ verdict
-
-Draw = Callable[[int], list[float]]
 
 
 def drawn(

@@ -12,35 +12,12 @@ from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch, norm
 from fedgauge.defenses.accounting import Mechanism
 from fedgauge.defenses.clip import clip
-from fedgauge.defenses.noise import gaussian, identity, laplace
+from fedgauge.defenses.noise import gaussian, laplace
 from fedgauge.defenses.prune import prune
-from fedgauge.defenses.sign import sign
 from fedgauge.server.views.intervals import Rate
 from fedgauge.server.views.success import certified, gaussian_mechanism
 
 EACH, SGD = per_example(clip(2.0)), local_sgd(0.1)
-
-
-@pytest.mark.parametrize(("links", "batch_size", "multiplier", "releases"), [
-    (chain(EACH, gaussian(0.5), SGD), 1, 0.25, 1),
-    (chain(EACH, gaussian(0.5), SGD), 8, 2.0, 1),  # one of eight moves their mean by 2 / 8
-    (chain(EACH, gaussian(0.5), SGD, prune(0.1), sign()), 8, 2.0, 1),  # what follows only processes it
-    (chain(EACH, identity(), gaussian(0.5), SGD), 8, 2.0, 1),
-    (chain(EACH, SGD, gaussian(0.5)), 8, 20.0, 1),  # the rate scales the reach, not the noise
-    (chain(clip(2.0), gaussian(0.5), SGD), 8, 0.25, 1),  # of the whole gradient: any batch against none
-    (chain(SGD, clip(2.0), gaussian(0.5)), 8, 0.25, 1),
-    (chain(local_sgd(0.1, steps=5), clip(2.0), gaussian(0.5)), 8, 0.25, 1),
-    (chain(EACH, gaussian(0.5), local_sgd(0.1, steps=5)), 8, 2.0, 5),
-    (chain(EACH, gaussian(0.5), local_sgd(0.1, steps=5, batch_size=4)), 8, 1.0, 3),  # in every other step, one of four
-    (chain(EACH, clip(0.1), gaussian(0.5), SGD), 8, 5.0, 1),
-])  # fmt: skip
-def test_clipping_and_noise_are_a_gaussian_mechanism(
-    links: Chain, batch_size: int, multiplier: float, releases: int
-) -> None:
-    found = gaussian_mechanism(links, batch_size)
-    assert found is not None
-    assert found.record == pytest.approx(multiplier)
-    assert found.uses == releases
 
 
 @pytest.mark.parametrize("links", [

@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from fedgauge.attacks.engine.devices import CPU
 from fedgauge.simulations.benchmarks import gpu
 from fedgauge.simulations.benchmarks.engine import resnet18
 from fedgauge.simulations.benchmarks.gpu import FULL, MEASURES, QUICK, GpuBenchmark, main, measure
-from fedgauge.simulations.benchmarks.reporting import Figure
 from tests.separate_device import separate_device
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +31,6 @@ TARGETS = {
     "psnr": ["<= 0.3"],
     "learning": ["<= 15"],
 }
-Measure = Callable[[GpuBenchmark], Iterable[Figure]]
 
 
 @pytest.fixture

@@ -81,13 +81,6 @@ def test_failures_are_named_and_inapplicable_attacks_are_notes(own: None) -> Non
     assert (found["attack changing"].code, found["attack changing"].needed) == ("changes input", True)
 
 
-def test_a_plan_of_which_nothing_applies_is_noted_before_training() -> None:
-    alone = tried(scenario({"use": "analytic"}))["the whole plan"]
-    assert (alone.code, alone.needed) == ("not applicable", False)
-    assert "the whole plan" not in tried(scenario({"use": "analytic"}, {"use": "membership"})), "one is not tried"
-    assert "the whole plan" not in tried(scenario({"use": "analytic"}, {"use": "inverting_gradients"}))
-
-
 def test_membership_is_not_tried() -> None:
     asked = tried(scenario({"use": "membership"}))["attack membership"]
     assert asked.works is None

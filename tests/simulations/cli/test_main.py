@@ -10,27 +10,6 @@ from pathlib import Path
 import pytest
 
 from fedgauge.simulations.cli.main import main
-from tests.simulations.cli.conftest import scenario_file
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"round": 3}, "'round'"),
-        ({"clients": 5000}, "[data]"),
-        ({"model": {"use": "os:system"}}, "'os:system'"),
-        ({"strategy": {"use": "FedMagic"}}, "FedMagic"),
-        ({"attack": [{"use": "inverting_gradients", "rate": -1}]}, "[[attack]] #1"),
-    ],
-)
-def test_a_wrong_scenario_is_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], named: str
-) -> None:
-    path = scenario_file(tmp_path, **changes)
-    assert main(["run", str(path), "--runs", str(tmp_path / "runs")]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and str(path) in told.err and named in told.err
-    assert not (tmp_path / "runs").exists(), "nothing was started"
 
 
 def test_a_folder_of_data_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,17 +12,9 @@ from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run.create import new_run
+from tests.simulations.cli.conftest import TABLES as SMALL
 
-TABLES: dict[str, Any] = {
-    "seed": 1,
-    "rounds": 4,
-    "clients": 2,
-    "data": {"use": "mnist5k", "batch_size": 1},
-    "model": {"use": "mlp", "hidden": [16]},
-    "chain": [{"use": "local_sgd", "rate": 0.1}],
-    "attack": [{"use": "analytic"}],
-    "audit": {"executor": "local", "rounds": [1, 2]},
-}
+TABLES = SMALL | {"rounds": 4, "audit": {"executor": "local", "rounds": [1, 2]}}
 
 
 class Clock:

@@ -91,24 +91,3 @@ def test_the_time_left_is_never_no_minutes() -> None:
         "about 29 s left",
         "about 2 min left",
     ]
-
-
-def test_a_round_that_is_trained_again_loses_what_was_read_of_it(ledger: Ledger, run: Run) -> None:
-    for round in (1, 2):
-        intake(ledger, round, clients=2)
-        ledger.record_round(round, 0.1 * round, 2.0, 1.0, 0.0)
-    psnr = iter([*[20.0] * 20, *[30.0] * 20])  # twenty values a round
-    work(ledger, lambda: next(psnr))
-
-    with closing(RunSnapshot(run)) as reading:
-
-        def means() -> dict[int | None, float | None]:
-            with reading.now():
-                return {leak.round: leak.mean for leak in leaks_by_round(reading) if leak.attack == "matching"}
-
-        assert (means(), max(reading.rounds)) == ({1: 20, 2: 30}, 2)
-        ledger.rewind(2)
-        assert (means(), max(reading.rounds)) == ({1: 20}, 1)
-        intake(ledger, 2, clients=2)
-        work(ledger, lambda: 25.0, waves=1)
-        assert means() == {1: 20, 2: 25}

@@ -5,7 +5,6 @@ import io
 import math
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import pytest
 
@@ -132,18 +131,3 @@ def test_a_gate_compares_the_exact_epsilon_and_not_the_five_digits_shown(hidden:
         for bound, outcome in ((exact, "passed"), (math.nextafter(exact, 0), "failed")):
             (result,) = gate_of_run(reading, [Threshold("epsilon", bound)])
             assert result.outcome == outcome
-
-
-@pytest.mark.parametrize(("chain", "planned"), [
-    (NOISY, ["bayes_limit", "candidate_bound"]),
-    (NOISY[1:], ["bayes_limit", "candidate_bound"]),
-    (NOISY[::2], []),
-    ([{**NOISY[1], "each": True}, NOISY[2]], []),
-])  # fmt: skip
-def test_the_plan_has_a_limit_where_the_chain_has(chain: list[dict[str, Any]], planned: list[str]) -> None:
-    assert [p.name for p in scenario(chain=chain, attack=[]).plan.attacks] == [
-        "mean_image",
-        "class_mean_image",
-        "random_image",
-        *planned,
-    ]
