@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 import torch
 from torch import nn
 
@@ -313,48 +312,3 @@ def test_losses_of_a_users_are_allowed_alike(own: Path) -> None:
         resolve({"use": "torch.nn:MSELoss"}, "[loss]", LOSS)
     with allowing(["torch"]):
         assert resolve({"use": "torch.nn:CrossEntropyLoss"}, "[loss]", LOSS) is nn.CrossEntropyLoss
-
-
-# ----------------------------------------------------------------------------------------------- and as Flower and Ray run it
-
-
-LOSSES = """
-def squared(logits, labels, scale: float = 1.0):
-    return scale * (logits.softmax(1) - (labels.unsqueeze(-1) == labels.new_tensor(range(10))).float()).square().mean()
-"""
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="a run's processes are found by /proc: Linux")
-def test_a_run_of_a_users_data_model_and_loss_in_processes(own: Path) -> None:
-    """In Flower's copy of the app, in its Ray workers and in those of the attack service, which all start elsewhere."""
-    (own / "mylosses.py").write_text(LOSSES)
-    tables = {
-        "rounds": 1,
-        "clients": 2,
-        "data": {"use": "mynets:stored", "path": "data"},
-        "model": {"use": "mynets:small", "hidden": 32},
-        "loss": {"use": "mylosses:squared", "scale": 2.0},
-        "chain": [{"use": "local_sgd", "rate": 0.1}],
-        "simulation": {"parallel_clients": 1},
-        "audit": {"executor": "ray", "workers": 1},
-        "attack": [{"use": "analytic"}],
-    }
-    (own / "own.toml").write_text(tomli_w.dumps(tables))
-    (elsewhere := own / "elsewhere").mkdir()
-    command = ["run", "--allow", "mynets", "--allow", "mylosses", str(own / "own.toml"), "--runs", "runs"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "fedgauge.simulations.cli.main", *command],
-        cwd=elsewhere,
-        env={**os.environ, "PYTHONPATH": str(Path(components.__file__).resolve().parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "exact to rounding" in ended.stdout and "failed" not in ended.stdout, ended.stdout
-    (run,) = (elsewhere / "runs").iterdir()
-    assert f'path = "{elsewhere / "data"}"' in (run / "scenario.toml").read_text(), "relative to where it was called"
-    line = next(line for line in ended.stdout.splitlines() if line.split()[3:4] == ["analytic"])
-    assert float(line.split()[5]) > 60, "the best PSNR: one example into a fully connected layer is read off"

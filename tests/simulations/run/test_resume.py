@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from fedgauge.client.components import allowing
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
@@ -146,6 +147,18 @@ def test_a_run_that_never_began_a_round_begins(tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------- with real Flower
 
+OWN = """
+from torch import nn
+from torch.nn import functional as F
+
+def small(shape, classes, hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+
+def entropy(logits, labels, scale: float = 1.0):
+    return scale * F.cross_entropy(logits, labels)
+"""
+OWN_PARTS = {"model": {"use": "mynets:small", "hidden": 16}, "loss": {"use": "mynets:entropy", "scale": 0.5}}
+
 
 @pytest.mark.full
 @pytest.mark.slow
@@ -153,15 +166,22 @@ def test_a_run_that_never_began_a_round_begins(tmp_path: Path) -> None:
 def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL of driver, ServerApp, clients and attack service, all at once."""
+    """SIGKILL of driver, ServerApp, clients and attack service, all at once.
+
+    Model and loss are the user's: Flower's copy of the app, its Ray workers and the attack service load them elsewhere.
+    """
     ours = uuid.uuid4().hex
     monkeypatch.setenv("FEDGAUGE_TEST", ours)
-    whole = create_run(Scenario.from_tables(TABLES), tmp_path / "whole")
-    in_memory.train(whole)
-    (tmp_path / "small.toml").write_text(tomli_w.dumps(TABLES | {"simulation": {"parallel_clients": 1}}))
-    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "run"]
+    tables = TABLES | OWN_PARTS | {"simulation": {"parallel_clients": 1}, "audit": {"executor": "ray", "workers": 1}}
+    (tmp_path / "small.toml").write_text(tomli_w.dumps(tables))
+    (tmp_path / "mynets.py").write_text(OWN)
+    with allowing(["mynets"], [tmp_path]):
+        whole = create_run(Scenario.from_tables(tables), tmp_path / "whole")
+        in_memory.train(whole)
+    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "run", "--allow", "mynets"]
     driver = subprocess.Popen(
         [*command, str(tmp_path / "small.toml"), "--runs", str(tmp_path / "runs"), "--log", "quiet"],
+        cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -182,7 +202,11 @@ def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
     reached = last_round(path)
     assert 1 <= reached < 4
     resumed = subprocess.run(
-        [*command, "--resume", str(run.folder), "--log", "json"], capture_output=True, text=True, timeout=400
+        [*command, "--resume", str(run.folder), "--log", "json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert resumed.returncode == 0, resumed.stderr
     events = [json.loads(line) for line in resumed.stdout.splitlines()]
