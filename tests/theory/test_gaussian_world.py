@@ -127,7 +127,7 @@ def test_tuning_finds_the_prior_at_every_noise(n: int, ratios: tuple[float, ...]
 
 @pytest.mark.full
 def test_the_true_prior_with_the_true_conditional_comes_closest() -> None:
-    found = world_of.fig4_errors(n=128, iterations=150)
+    found = world_of.fig4_errors(n=64, iterations=150)
     truth = found["gaussian", "laplacian"]
     assert len(found) == 4
     for pair, errors in found.items():

@@ -225,7 +225,7 @@ def test_every_kind_of_client_is_met(name: str, attack: lamp) -> None:
 def test_next_words_of_a_decoder_come_back() -> None:
     wave, known, batches = make(task="next_token", tied=False)
     attack = lamp(lm_weight=0, draws=1, orders=1, rate=0.05, discrete="none")
-    results = attack.reconstruct(wave, known, Budget(150), streams(2))
+    results = attack.reconstruct(wave, known, Budget(80), streams(2))
     guesses = torch.cat([r.x for r in results if r.x is not None])
     assert words_found(torch.cat([b.x for b in batches]), guesses) > 50
 
