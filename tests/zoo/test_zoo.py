@@ -31,7 +31,10 @@ from tests.zoo.networks import CLASSES, Network, networks
 PROBLEMS, EXAMPLES = 2, 2
 ZOO = networks()
 # whose kinds of layers are those of a small network of the same family; `python -m tests.zoo.measure` looks at them too
-LIKE_SMALLER = ("resnet18", "mobilenet_v3_small", "densenet121", "regnet_y_400mf", "efficientnet_b0")
+LIKE_SMALLER = (
+    *("resnet18", "mobilenet_v3_small", "densenet121", "regnet_y_400mf", "efficientnet_b0"),
+    *("mobilenet_v2", "inception_v3", "timm mobilenet v3"),
+)
 # libraries warn of their own use of torch, and torch of its kernels
 IGNORED = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:LSTM with projections:UserWarning")
 pytestmark = [pytest.mark.filterwarnings(words) for words in IGNORED]
