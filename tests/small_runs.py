@@ -30,8 +30,8 @@ SMALLEST: dict[str, Any] = {
 
 DEPLOYED = """
 seed = 5
-rounds = 4
-clients = 3
+rounds = {rounds}
+clients = {clients}
 [data]
 use = "mnist5k"
 batch_size = 1
@@ -42,7 +42,13 @@ hidden = [16]
 [[chain]]
 use = "local_sgd"
 rate = 0.1
-"""  # what a deployment of three clients trains; more tables may follow
+[simulation]
+round_timeout = 100
+[audit]
+executor = "local"
+"""  # what a deployment trains; more tables may follow, first of all those of the audit
+ANALYTIC = '[[attack]]\nuse = "analytic"\n'
+SEARCH = '[[attack]]\nuse = "inverting_gradients"\niterations = 3\n'
 
 
 def in_this_process(run: Run, *_: object) -> None:

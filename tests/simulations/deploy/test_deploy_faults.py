@@ -20,7 +20,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.local_start import LocalDeployment
 from fedgauge.simulations.run import launch, processes
-from tests.small_runs import DEPLOYED
+from tests.small_runs import ANALYTIC, DEPLOYED
 from tests.waiting import wait_for
 
 pytestmark = [
@@ -28,17 +28,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux"),
 ]
 
-SCENARIO = (
-    DEPLOYED.replace("rounds = 4", "rounds = 3").replace("clients = 3", "clients = 2")
-    + """
-[simulation]
-round_timeout = 100
-[audit]
-executor = "local"
-[[attack]]
-use = "analytic"
-"""
-)
+SCENARIO = DEPLOYED.format(rounds=3, clients=2) + ANALYTIC
 
 
 @pytest.fixture

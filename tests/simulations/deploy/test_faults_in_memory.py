@@ -25,17 +25,9 @@ from fedgauge.simulations.checks.owner_check import privacy
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
 from tests.owned import OwnedGrid, train_owned
-from tests.small_runs import DEPLOYED
+from tests.small_runs import ANALYTIC, DEPLOYED
 
-SCENARIO = (
-    DEPLOYED
-    + """
-[audit]
-executor = "local"
-[[attack]]
-use = "analytic"
-"""
-)
+SCENARIO = DEPLOYED.format(rounds=4, clients=3) + ANALYTIC
 
 
 class Died(BaseException):

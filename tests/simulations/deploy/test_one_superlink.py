@@ -23,7 +23,7 @@ from fedgauge.simulations.deploy.train import register, start
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import create_run
 from fedgauge.simulations.run.simulate import Interrupt
-from tests.small_runs import DEPLOYED
+from tests.small_runs import ANALYTIC, DEPLOYED, SEARCH
 from tests.waiting import wait_for
 
 pytestmark = [
@@ -32,21 +32,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux"),
 ]
 
-SCENARIO = (
-    DEPLOYED.replace("rounds = 4", "rounds = 2").replace("clients = 3", "clients = 2")
-    + """
-[simulation]
-round_timeout = 100
-[audit]
-executor = "local"
-rounds = [2]
-[[attack]]
-use = "inverting_gradients"
-iterations = 3
-[[attack]]
-use = "analytic"
-"""
-)
+SCENARIO = DEPLOYED.format(rounds=2, clients=2) + "rounds = [2]\n" + SEARCH + ANALYTIC
 ENTERED = "SuperNode ID:"  # what one says that was let in
 
 

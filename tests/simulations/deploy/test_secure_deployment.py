@@ -24,20 +24,9 @@ from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.run import in_memory
 from tests.forks import FORK, forked
 from tests.owned import OwnedGrid, train_owned
-from tests.small_runs import DEPLOYED
+from tests.small_runs import DEPLOYED, SEARCH
 
-SCENARIO = (
-    DEPLOYED.replace("rounds = 4", "rounds = 3")
-    + """
-[simulation]
-round_timeout = 100
-[audit]
-executor = "local"
-[[attack]]
-use = "inverting_gradients"
-iterations = 3
-"""
-)
+SCENARIO = DEPLOYED.format(rounds=3, clients=3) + SEARCH
 SUMMED = SCENARIO + "[secure_sum]\ngroup = 3\nthreshold = 2\nclip = 1.0\n"
 
 
