@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Generator, nn
+from torch import Generator
 
 from fedgauge.client.chain import chain
 from fedgauge.client.gradient import gradient
@@ -27,24 +27,6 @@ def test_mean_of_takes_the_noise_out_of_every_nesting() -> None:
         return compute
 
     assert noise_free(anybodys) is anybodys
-
-
-def clipped_sample_by_sample(model: nn.Module, batch: Batch, max_norm: float) -> Update:
-    """DP-SGD's clipping as a loop over samples, by autograd."""
-    total = {k: torch.zeros_like(p) for k, p in params_of(model).items()}
-    for x, y in zip(batch.x, batch.y, strict=True):
-        g = autograd(model, params_of(model), Batch(x[None], y[None]))
-        size = sum(float((t * t).sum()) for t in g.values()) ** 0.5
-        for k, t in g.items():
-            total[k] += t * min(1.0, max_norm / size)
-    return {k: t / len(batch.x) for k, t in total.items()}
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 1.0, 100.0])
-def test_clipping_each_example_is_the_loop_over_samples(max_norm: float) -> None:
-    model, batch = network(), examples(9)
-    found = per_example(clip(max_norm))(gradient(model))(params_of(model), batch, None)
-    assert largest_difference(found, clipped_sample_by_sample(model, batch, max_norm)) < 1e-9
 
 
 def test_a_deployment_draws_discrete_noise_wherever_it_stands() -> None:

@@ -223,26 +223,6 @@ def test_a_second_pool_on_a_run_is_refused(kit: Any, tmp_path: Path) -> None:
     assert progress(run).done == 16
 
 
-class Slow(LocalExecutor):
-    """Three waves in flight, finished in the reverse order."""
-
-    slots = 3
-
-    def next_done(self, timeout: float) -> tuple[int, Result] | None:
-        self._waiting.reverse()
-        done = super().next_done(timeout)
-        self._waiting.reverse()
-        return done
-
-
-def test_the_order_in_which_waves_finish_changes_nothing(kit: Any, tmp_path: Path) -> None:
-    scenario = kit.scenario(attack=[IG], audit={"executor": "local", "wave": 1})
-    runs = [kit.make_run(tmp_path / name, scenario) for name in ("a", "b")]
-    serve(runs[0], LocalExecutor())
-    serve(runs[1], Slow())
-    assert score_rows(runs[0]) == score_rows(runs[1])
-
-
 # ------------------------------------------------------------------------------------------------------- what goes wrong
 
 

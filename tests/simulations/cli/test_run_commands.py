@@ -50,18 +50,6 @@ def test_an_attack_added_later_is_planned_as_the_scenario_plans_it() -> None:
     assert run_commands._extra_plan(options, scenario) == scenario.plan
 
 
-def test_a_damaged_tape_file_is_named_and_the_rest_goes_on(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    damaged = sorted((taped.folder / "tape").glob("round-00002-client-*"))[0]
-    damaged.write_bytes(damaged.read_bytes()[:100])
-    assert main(["audit", str(taped.folder)]) == 1, "what could not be carried out is no success"
-    assert damaged.name in capsys.readouterr().out.replace("\n", "")
-    with taped.ledger() as ledger:
-        progress = ledger.progress()
-        assert progress.failed > 0 and progress.done > 0 and progress.queued == 0
-        failed = [r for r in ledger.scores() if r["status"] == "failed"]
-        assert len(failed) == progress.failed and all(r["value"] is None for r in failed)
-
-
 def test_a_card_says_that_products_are_less_precise_on_a_gpu() -> None:
     tables = {**TABLES, "attack": [{"use": "inverting_gradients"}, {"use": "analytic"}]}
     told = {}
