@@ -66,7 +66,7 @@ def responses(epsilon: float, count: int, rng: Generator) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "runs"), [pytest.param(0.5, 100, marks=FULL), (1.0, 300), pytest.param(3.0, 100, marks=FULL)]
+    ("epsilon", "runs"), [pytest.param(0.5, 100, marks=FULL), (1.0, 150), pytest.param(3.0, 100, marks=FULL)]
 )
 def test_randomized_response_is_exceeded_in_one_of_twenty_runs_at_most(epsilon: float, runs: int) -> None:
     """Randomized response is the mechanism for which the bound is tight."""
@@ -117,7 +117,7 @@ def test_without_evidence_every_bound_is_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mu", "runs"), [pytest.param(0.5, 100, marks=FULL), (1.0, 400), pytest.param(3.0, 100, marks=FULL)]
+    ("mu", "runs"), [pytest.param(0.5, 100, marks=FULL), (1.0, 200), pytest.param(3.0, 100, marks=FULL)]
 )
 def test_a_gaussian_mechanism_is_exceeded_in_one_of_twenty_runs_at_most(mu: float, runs: int) -> None:
     """The likelihood ratio of N(mu, 1) and N(0, 1), for 300 coins in each run."""

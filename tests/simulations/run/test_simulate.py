@@ -23,18 +23,12 @@ from fedgauge.simulations.run.create import create_run, new_run
 from fedgauge.simulations.run.launch import AuditFailed, TrainingFailed
 from fedgauge.simulations.run.simulate import Interrupt, simulate
 from tests.forks import processes_are_forked
+from tests.small_runs import SMALLEST
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # the attack service is a process of its own, which loads torch
 
-TABLES = {
-    "rounds": 1,
-    "clients": 2,
-    "data": {"use": "mnist5k"},
-    "model": {"use": "mlp", "hidden": [16]},
-    "chain": [{"use": "local_sgd", "rate": 0.1}],
-    "audit": {"executor": "local", "wave": 1},
-}
+TABLES = SMALLEST | {"model": {"use": "mlp", "hidden": [16]}, "audit": {"executor": "local", "wave": 1}}
 QUICK = {"use": "analytic"}
 ENDLESS = {"use": "inverting_gradients", "iterations": 10_000_000}
 
