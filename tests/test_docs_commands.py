@@ -16,18 +16,14 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.cli.main import main
 from fedgauge.simulations.run.create import create_run
-from tests.small_runs import fill_tape, in_this_process
+from tests.small_runs import SMALLEST, fill_tape, in_this_process
 from tests.test_docs import COMMAND, PAGES, README, ROOT, blocks, prose
 from tests.test_docs_code import write
 
-TABLES = {
-    "rounds": 1,
-    "clients": 2,
+TABLES = SMALLEST | {
     "data": {"use": "mnist5k", "batch_size": 1},
-    "model": {"use": "mlp", "hidden": [4]},
     "chain": [{"use": "clip", "max_norm": 1.0}, {"use": "local_sgd", "rate": 0.1}],
     "attack": [{"use": "analytic"}],
-    "audit": {"executor": "local"},
 }
 ELSEWHERE: Mapping[
     str, str
