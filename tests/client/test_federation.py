@@ -22,13 +22,6 @@ from fedgauge.server.store.scenario import Scenario
 from tests.client.test_protocol import BATCHNORM, CLIP, SGD, Make
 
 
-def test_the_chain_is_the_tables(make_federation: Make) -> None:
-    noise = {"use": "gaussian", "sigma": 0.5}
-    fed = make_federation(chain=[{**CLIP, "each": True}, noise, {**SGD, "steps": 3}, CLIP])
-    assert fed.chain == chain(per_example(clip(1.0)), gaussian(0.5), local_sgd(0.1, 3), clip(1.0))
-    assert fed.chain.local == local_sgd(0.1, 3)
-
-
 def test_a_client_update_is_the_function_of_its_parts(make_federation: Make) -> None:
     noise = {"use": "gaussian", "sigma": 0.5}
     fed = make_federation(seed=4, data={"batch_size": 3}, chain=[{**CLIP, "each": True}, SGD, noise])

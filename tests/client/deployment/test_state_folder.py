@@ -21,16 +21,6 @@ def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
-def test_what_was_drawn_and_answered_outlives_the_process(tmp_path: Path) -> None:
-    ClientFolder(tmp_path).keep_drawn(3, DrawnBatch(7, (5, 1), "ab"))
-    ClientFolder(tmp_path).keep_answers("ab", {"dlg": Answer("x", (20.5,))})
-    assert ClientFolder(tmp_path).drawn(7, 3) == DrawnBatch(7, (5, 1), "ab")
-    assert ClientFolder(tmp_path).drawn(7, 4) is None
-    assert ClientFolder(tmp_path).drawn(8, 3) is None, "of another run"
-    assert ClientFolder(tmp_path).answers("ab") == {"dlg": Answer("x", (20.5,))}
-    assert ClientFolder(tmp_path).answers("cd") == {}
-
-
 def test_a_damaged_count_is_no_fresh_count(tmp_path: Path) -> None:
     state = ClientFolder(tmp_path)
     state.keep_drawn(1, DrawnBatch(7, (1,), "ab"))

@@ -25,7 +25,7 @@ from fedgauge.simulations.run.launch import TrainingFailed, TrainingProcess
 from fedgauge.simulations.run.processes import marked
 from tests.hostile_folder import hostile
 from tests.listening import LOOPBACK, listening
-from tests.small_runs import in_this_process
+from tests.small_runs import SMALLEST, in_this_process
 from tests.waiting import wait_for
 
 OURS = uuid.uuid4().hex
@@ -92,7 +92,7 @@ def run_small(folder: Path) -> None:
                     commands.add(Path(f"/proc/{pid}/cmdline").read_bytes())
                     tokens.add(Path(psutil.Process(pid).environ()["RAY_AUTH_TOKEN_PATH"]).read_bytes())
             listens |= listening(pids)
-            time.sleep(0.5)
+            time.sleep(1.0)
         told, errors = running.communicate()
     assert running.returncode == 0, errors
     last = told.strip().splitlines()[-1]
@@ -176,13 +176,7 @@ def test_the_trained_model_is_the_same_in_memory_and_with_curiosity_off(finished
 
 
 def test_a_simulation_whose_clients_would_hold_no_examples_is_refused(tmp_path: Path) -> None:
-    tables = {
-        "rounds": 1,
-        "clients": 2,
-        "data": {"use": "mnist5k", "partition": "none"},
-        "model": {"use": "mlp"},
-        "chain": [{"use": "local_sgd", "rate": 0.1}],
-    }
+    tables = SMALLEST | {"data": {"use": "mnist5k", "partition": "none"}}
     with pytest.raises(SpecError):
         create_run(Scenario.from_tables(tables), tmp_path / "run")
     assert not (tmp_path / "run").exists()
