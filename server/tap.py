@@ -12,6 +12,7 @@ import inspect
 import itertools
 import os
 import sys
+import threading
 import tomllib
 import weakref
 from collections import OrderedDict, deque
@@ -146,7 +147,7 @@ def _started(
         say(WARNING, "fedgauge records nothing: start() was given no grid; use tap(grid, ...)")
     if grid is None or (recorder := open()) is None:
         return start(*args, **options)
-    tapped_grid = tapped(grid, recorder)
+    tapped_grid, threads = tapped(grid, recorder), {*threading.enumerate()}
     with recorder.training():
         result = start(
             *(tapped_grid if arg is grid else arg for arg in args),
@@ -154,9 +155,32 @@ def _started(
         )
     if isinstance(result, Result):
         recorder.evaluated(result.evaluate_metrics_serverapp)
-    if not isinstance(result, Awaitable | Iterator | AsyncIterator | Future):
         recorder.close()
-    return result  # one of these has yet to train: the recording ends with its grid
+        return result
+    if inspect.iscoroutine(result):
+        return _awaited(result, recorder)
+    if isinstance(result, Future):
+        result.add_done_callback(functools.partial(_done, recorder))
+    held = weakref.ref(tapped_grid)
+    del tapped_grid
+    in_thread = (
+        held() is not None and {*threading.enumerate()} - threads
+    )  # that the app started, and that may have the grid
+    if not in_thread and not isinstance(result, Awaitable | Iterator | AsyncIterator | Future):
+        recorder.close()
+    return result  # if it has yet to train, the recording ends with its grid
+
+
+async def _awaited(result: Awaitable[Any], recorder: AppRecorder) -> Any:
+    """Await a start, and record its exception as that of a plain one."""
+    with recorder.training():
+        return await result
+
+
+def _done(recorder: AppRecorder, result: "Future[Any]") -> None:
+    """Record that a start in another thread ended by an exception."""
+    if not result.cancelled() and result.exception() is not None:
+        recorder.end("failed")
 
 
 class Tap:

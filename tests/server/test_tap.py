@@ -658,15 +658,29 @@ class Later(FedAvg):
         return ThreadPoolExecutor(1).submit(FedAvg.start, self, grid, initial_arrays, num_rounds)
 
 
+class Aside(FedAvg):
+    """Trains in a thread of its own, and returns nothing at once."""
+
+    def start(self, grid: Any, initial_arrays: Any, num_rounds: int = 3) -> Any:
+        self.may_train, values = threading.Event(), (self, grid, initial_arrays, num_rounds)
+        self.training = threading.Thread(target=lambda: self.may_train.wait() and FedAvg.start(*values))
+        self.training.start()
+
+
 @pytest.mark.parametrize(
     ("kind", "wait"),
-    [(InTurn, list), (Awaited, asyncio.run), (Later, lambda future: future.result())],
+    [(InTurn, list), (Awaited, asyncio.run), (Later, lambda future: future.result()), (Aside, lambda nothing: None)],
 )
 def test_a_start_that_returns_before_the_training_is_recorded_to_its_end(
     audit: Path, kind: type[FedAvg], wait: Callable[[Any], Any]
 ) -> None:
     curious(FedAvg(), audit, audit.parent / "other")  # from now on FedAvg's own start is watched, too
-    wait(start(curious(kind(), audit, audit.parent / "run"), Nodes()))
+    strategy = curious(kind(), audit, audit.parent / "run")
+    wait(start(strategy, Nodes()))
+    if isinstance(strategy, Aside):
+        strategy.may_train.set()
+        strategy.training.join()
+        del strategy.training
     gc.collect()
 
     def trained() -> bool:
@@ -676,6 +690,24 @@ def test_a_start_that_returns_before_the_training_is_recorded_to_its_end(
     wait_for(trained)
     assert [bool(o["digest"]) for o in opened(audit.parent / "run")[1]] == [True] * 3 * NODES
     assert not (audit.parent / "run-2").exists()
+
+
+@pytest.mark.parametrize(("kind", "wait"), [(Awaited, asyncio.run), (Later, lambda future: future.result())])
+def test_a_training_that_fails_after_its_start_returned_is_recorded_as_failed(
+    audit: Path, kind: type[FedAvg], wait: Callable[[Any], Any]
+) -> None:
+    strategy = kind()
+    strategy.aggregate_train = lambda *arguments: 1 / 0  # type: ignore[assignment, method-assign]
+    with pytest.raises(ZeroDivisionError):
+        wait(start(curious(strategy, audit, audit.parent / "run"), Nodes()))
+    gc.collect()
+
+    def ended() -> str:
+        with Run.open(audit.parent / "run").ledger() as ledger:
+            return ledger.meta()["state"]
+
+    wait_for(lambda: ended() != "training")
+    assert ended() == "failed"
 
 
 # -------------------------------------------------------------------------------------------------- what is recorded
