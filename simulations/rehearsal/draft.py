@@ -24,6 +24,7 @@ OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
 SETTINGS = {"sgd": ("momentum", "nesterov"), "adam": ("betas", "eps"), "adamw": ("betas", "eps")}
 UNSUPPORTED = ("dampening", "amsgrad", "maximize", "centered", "lr_decay", "alpha")
 Facts = Mapping[str, Any]  # of one client's training in one round
+REMEDY = "let a function of the app without arguments return the network"
 LIBRARIES = {"torchvision", "timm"}  # whose networks have components of their own
 # a step without torch.optim; its rate is small, so that the fitted one is near already after one try
 PLAIN = {"optimizer": "SGD", "groups": [{"lr": 2.0**-10}], "passes": 1, "max_norm": None}
@@ -86,9 +87,15 @@ class Draft:
             for line in (line for line in self.lines if line.table == table):
                 if table.startswith("[[") and line.key == "use":  # the next table of a list
                     shown += [table] if shown[-1] == "" else ["", table]
-                value = tomli_w.dumps({line.key: line.value}).strip()
-                shown.append(f"{' '.join(value.split()):42} # {line.origin}")
+                shown.append(f"{_one_line(line.key, line.value):42} # {line.origin}")
         return "\n".join(shown) + "\n"
+
+
+def _one_line(key: str, value: Any) -> str:
+    """Return a key and its value as one line of TOML; a table is written inline, which tomli_w does within lists only."""
+    table = isinstance(value, Mapping)
+    text = " ".join(part.strip() for part in tomli_w.dumps({key: [[value]] if table else value}).splitlines())
+    return text.replace("[ [ ", "", 1).removesuffix(", ], ]") if table else text
 
 
 @dataclass(frozen=True)
@@ -406,12 +413,9 @@ def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, Any]:
 def with_network(draft: Draft, first: Facts, form: Form) -> Scenario | None:
     """Add the call that builds the observed network; None, with a problem, if none of those seen can be repeated."""
     reasons = []
-    for network, origin in _networks(first, form):
+    for network, origin, left_out in _networks(first, form):
         trial = Draft([*draft.lines])
-        inner = {f"[model.{key}]": value for key, value in network.items() if isinstance(value, Mapping)}
-        own = {key: value for key, value in network.items() if not isinstance(value, Mapping)}
-        for table, values in {"[model]": own, **inner}.items():
-            trial.lines += [Line(table, key, value, origin) for key, value in values.items()]
+        trial.add("[model]", origin, **network)
         try:
             scenario = trial.scenario()
         except SpecError as error:
@@ -420,30 +424,33 @@ def with_network(draft: Draft, first: Facts, form: Form) -> Scenario | None:
         shapes = {name: list(p.shape) for name, p in scenario.federation.model.named_parameters()}
         if shapes == first["parameters"] or form.language:
             draft.lines = trial.lines
+            if left_out:
+                why = f"the draft leaves out {', '.join(left_out)} of {network['use']}, which no scenario can express"
+                draft.note("arguments", why, REMEDY)
             return scenario
         reasons.append(f"{network['use']} builds another network")
     if reasons and (code := next((key for key in ("data", "loss", "chain") if f"[{key}]" in reasons[0]), "")):
         draft.refuse(code, reasons[0], "")
         return None
     why = f" ({reasons[0]})" if reasons else ""
-    remedy = "let a function of the app without arguments return it"
-    draft.refuse("network", f"cannot be built again{why}", remedy, first["network"])
+    draft.refuse("network", f"cannot be built again{why}", REMEDY, first["network"])
     return None
 
 
-def _networks(first: Facts, form: Form) -> list[tuple[dict[str, Any], str]]:
-    """Return the tables of [model] that may build the network, with their origin."""
+def _networks(first: Facts, form: Form) -> list[tuple[dict[str, Any], str, list[str]]]:
+    """Return the tables of [model] that may build the network, with their origin and the arguments that they lack."""
     if form.language:
         kind = "decoder" if form.next_token else "encoder"
-        return [({"use": kind, "folder": form.language["folder"]}, "as saved after the training")]
+        return [({"use": kind, "folder": form.language["folder"]}, "as saved after the training", [])]
     found = []
     for built in first["built"]:
         arguments = {k: v for k, v in built["arguments"].items() if _in_toml(v)}
         library, call = built["module"].partition(".")[0], f"{built['module']}:{built['name']}"
         name = {"torchvision": built["name"], "timm": arguments.get("model_name")}.get(library)
         network = {"use": call, **arguments} if name is None else {"use": library, "name": name}
-        found.append((network, f"the app calls {call}"))
-    return found
+        left_out = [] if name else [k for k in built["arguments"] if k not in arguments]
+        found.append((network, f"the app calls {call}", left_out))
+    return sorted(found, key=lambda each: len(each[2]))
 
 
 def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -> None:
@@ -477,9 +484,7 @@ def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, fi
 
 
 def _in_toml(value: object) -> bool:
-    """Check if the draft can have a value as an argument: a config counts, one within another does not."""
-    return all(map(_in_line, value.values())) if isinstance(value, Mapping) else _in_line(value)
-
-
-def _in_line(value: object) -> bool:
-    return isinstance(value, bool | int | float | str) or (isinstance(value, list) and all(map(_in_line, value)))
+    """Check if the draft can have a value as an argument."""
+    if isinstance(value, Mapping):
+        return all(map(_in_toml, value.values()))
+    return all(map(_in_toml, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str)

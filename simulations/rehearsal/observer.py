@@ -537,7 +537,8 @@ class _Factories:
         """Return the calls that built this network, the app's own functions before classes; its class if it was built earlier."""
         kind = type(network)
         calls = [built for module, built in reversed(self._found) if module is network]
-        calls += [] if "." in kind.__qualname__ else [Built(kind.__module__, kind.__qualname__, {})]
+        own = kind.__module__, kind.__qualname__
+        calls += [] if "." in own[1] or own in [(call.module, call.name) for call in calls] else [Built(*own, {})]
         others = ("torch", "fedgauge", "copy")  # a Sequential has no arguments that a scenario could write
         return [built for built in calls if built.module.partition(".")[0] not in others]
 

@@ -26,7 +26,7 @@ from fedgauge.server.tap import tapped
 from fedgauge.server.tap_recorder import AppRecorder
 from fedgauge.simulations.rehearsal.flower_app import AppGrid, FlowerApp, blamed, mirror
 from fedgauge.simulations.rehearsal.language import save_language
-from fedgauge.simulations.rehearsal.observer import Observer, Training, unwrapped
+from fedgauge.simulations.rehearsal.observer import Built, Observer, Training, unwrapped
 from fedgauge.simulations.run.in_memory import flower
 
 OBSERVED = "observed.json"
@@ -94,7 +94,7 @@ def _facts(seen: Training, name: str, language: Mapping[str, Any] | None, folder
         "outside": 0,
         "reconstructs": False,
         "steps": [asdict(step) for step in seen.steps],
-        "built": [vars(built) for built in seen.built],
+        "built": [vars(built) | {"arguments": _given(built)} for built in seen.built],
         "normalised": seen.normalised,
         "dp": seen.dp,
         "notes": seen.notes,
@@ -137,10 +137,26 @@ def _alike(tensors: list[Tensor]) -> bool:
     return len({(t.shape[1:], t.dtype) for t in tensors if t.dim()}) == 1 and all(t.dim() for t in tensors)
 
 
+def _given(built: Built) -> dict[str, Any]:
+    """Return the arguments of a call that differ from its defaults."""
+    call: Any = getattr(sys.modules.get(built.module), built.name, None)
+    try:
+        parameters = inspect.signature(call).parameters
+    except (TypeError, ValueError):  # it has a signature of its own, or its name is another object's
+        return built.arguments
+    return {k: v for k, v in built.arguments.items() if k not in parameters or v is not parameters[k].default}
+
+
 def _written(value: object) -> object:
-    """Return an object as JSON has it: the simple fields of settings as a table, others as text."""
-    if not is_dataclass(value) or isinstance(value, type):
+    """Return an object as JSON has it: the simple fields of settings as a table; None if a scenario cannot have it."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path | torch.device):
         return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return None
     found = {each.name: getattr(value, each.name, None) for each in fields(value)}
     return {name: v for name, v in found.items() if isinstance(v, bool | int | float | str | list | tuple)}
 

@@ -422,6 +422,38 @@ class Sized(Net):
         "network": "Sized(Sizes(2), {'rounds more': 1, 'name': 'sized'})",
         "start": "Sized(Sizes(2), {'rounds more': 1, 'name': 'sized'}).state_dict()",
     },
+    "activated": {
+        "further": """class Activated(Net):
+    def __init__(self, activation=nn.ReLU):
+        super().__init__()
+        self.body[1] = activation()
+
+
+""",
+        "network": "Activated(nn.Tanh)",
+        "start": "Activated(nn.Tanh).state_dict()",
+    },
+    "odd_arguments": {
+        "imports": "from pathlib import Path\n\nimport numpy as np\n",
+        "further": """class Odd(Net):
+    def __init__(self, width, options, parts, name, device, seed=None, activation=None):
+        if options or "  " not in str(name) or torch.device(device).type != "cpu" or seed is not None:
+            width = 1
+        super().__init__(width + parts["first"]["width more"])
+        activation = activation or nn.ReLU
+        self.body[1] = activation()
+
+
+""",
+        "network": "Odd(np.int64(2), {}, {'first': {'width more': 1}}, Path('two  spaces'), torch.device('cpu'))",
+        "start": "Odd(2, {}, {'first': {'width more': 1}}, '  ', 'cpu').state_dict()",
+    },
+    "doubled_inside": {
+        "further": "def network():\n    torch.set_default_dtype(torch.float64)\n    return Net()\n\n\n",
+        "network": "network()",
+        "train": PLAIN["train"].replace("net(x)", "net(x.double())"),
+        "start": "network().state_dict()",
+    },
     "doubled": {
         "further": "torch.set_default_dtype(torch.float64)\n\n\n",
         "train": PLAIN["train"].replace("net(x)", "net(x.double())"),
@@ -605,6 +637,21 @@ for name, p in net.named_parameters():
         "train": PLAIN["train"] + '\ncontext.state["head"] = ArrayRecord(net.head.state_dict())',
         "upload": '{f"body.{name}": t for name, t in net.body.state_dict().items()}',
         "start": '{f"body.{name}": t for name, t in Net().body.state_dict().items()}',
+    },
+    "packed": {
+        "imports": "import io\n\nfrom flwr.app import ConfigRecord\n",
+        "further": """def packed(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    return ConfigRecord({"weights": file.getvalue()})
+
+
+""",
+        "load": 'net.load_state_dict(torch.load(io.BytesIO(message.content["packed"]["weights"])))',
+        "upload": "{}",
+        "records": ', "packed": packed(net.state_dict())',
+        "server": """for node in grid.get_node_ids():
+    grid.send_and_receive([Message(RecordDict({"packed": packed(Net().state_dict())}), node, "train")])""",
     },
     # ----------------------------------------------------------------------------------------------- the server
     "own_loop": {"server": OWN_LOOP},

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from rich.console import Console
 
 from fedgauge.server.store.run import Run
@@ -39,6 +40,7 @@ FAR = (
     "by_phases",
     "sharpened",
     "modified_in_training",
+    "activated",
 )
 
 
@@ -93,11 +95,12 @@ def names(normal: str, full: str) -> list[Any]:
         "epochs",
         "plain accumulated closure library batch_norm descents two_records own_loop own_strategy files weighted segments "
         "older counted compiled configured doubled denoised decayed popped outside amplified settled_norm pictures sized "
-        "in_parts lazy measured adversarial capturable compared threaded sensitive",
+        "in_parts lazy measured adversarial capturable compared threaded sensitive odd_arguments doubled_inside",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
     found = rehearsed(folder)
+    assert torch.get_default_dtype() == torch.float32
     assert [problem.code for problem in found.draft.problems if problem.code != "cost"] == []
     assert "rounding" in found.proof, found.proof
 
@@ -125,6 +128,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("corrected", "steps", True, marks=FULL),
         pytest.param("features", "features", True, marks=FULL),
         pytest.param("trainer", "", True, marks=FULL),
+        pytest.param("activated", "arguments", False, marks=FULL),
         pytest.param("groups", "groups", False, marks=FULL),
         pytest.param("warmed_up", "schedule", False, marks=FULL),
         pytest.param("phased", "rounds", True, marks=FULL),
@@ -181,6 +185,11 @@ def test_apps_without_a_fitting_attack_are_recorded_with_the_reason(name: str, c
     assert not [path for path in found.run.folder.rglob("*.npz")], "no example outlives the updates"
     with found.run.ledger(readonly=True) as ledger:
         assert sum(row["status"] == "accepted" for row in ledger.observations()) == 4
+
+
+@FULL
+def test_weights_in_other_records_than_arrays_are_no_uploads(tmp_path: Path) -> None:
+    assert [problem.code for problem in rehearsed(app_of("packed", tmp_path)).draft.fatal] == ["uploads"]
 
 
 @pytest.mark.parametrize(
