@@ -203,12 +203,13 @@ class LocalTraining(local_sgd):
                 yield parts[i : i + self.accumulate]
 
     def rate_at(self, step: int) -> float:
+        if self.schedule == "step":
+            return self.rate * float(self.gamma ** (step // self.step_size))
+        step -= step % self.step_size
         if self.schedule == "cosine":
             return self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
         if self.schedule == "linear":
             return self.rate * (1 - step / self.steps)
-        if self.schedule == "step":
-            return self.rate * float(self.gamma ** (step // self.step_size))
         return self.rate
 
     def direction(self, g: Update, here: Params, memory: dict[str, Update], step: int) -> Update:
@@ -283,7 +284,8 @@ def local_training(
         weight_decay: torch's: added to the gradient, or by adamw to the step.
         schedule: of the rate over the round's steps: constant, step (times gamma every step_size steps), or cosine or linear to
             zero.
-        step_size, gamma: of the schedule step.
+        step_size: steps after which a schedule changes the rate, such as those of an epoch.
+        gamma: of the schedule step.
         accumulate: batches to average for one step; the remainder at an epoch's end makes one step, divided by the same
             number.
         max_norm: clips each step's gradient, as torch.nn.utils.clip_grad_norm_ does.

@@ -24,7 +24,7 @@ OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
 SETTINGS = {"sgd": ("momentum", "nesterov"), "adam": ("betas", "eps"), "adamw": ("betas", "eps")}
 UNSUPPORTED = ("dampening", "amsgrad", "maximize", "centered", "lr_decay", "alpha")
 Facts = Mapping[str, Any]  # of one client's training in one round
-REMEDY = "let a function of the app without arguments return the network"
+REMEDY = "build the network in the client's training, by a function of the app without arguments"
 LIBRARIES = {"torchvision", "timm"}  # whose networks have components of their own
 # a step without torch.optim; its rate is small, so that the fitted one is near already after one try
 PLAIN = {"optimizer": "SGD", "groups": [{"lr": 2.0**-10}], "passes": 1, "max_norm": None}
@@ -398,11 +398,11 @@ def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, Any]:
     changes = [k for k in range(1, len(rates)) if not math.isclose(rates[k], rates[0])]
     if not changes:
         return {}
-    passed = np.arange(len(rates)) / len(rates)
+    size = changes[0]
+    passed = np.arange(len(rates)) // size * size / len(rates)
     for name, factors in {"cosine": (1 + np.cos(np.pi * passed)) / 2, "linear": 1 - passed}.items():
         if np.allclose(rates, rates[0] * factors, rtol=1e-4):
-            return {"schedule": name}
-    size = changes[0]
+            return {"schedule": name} | ({"step_size": size} if size > 1 else {})
     gamma = rates[size] / rates[0] if rates[0] else math.nan
     if np.allclose(rates, [rates[0] * gamma ** (k // size) for k in range(len(rates))], rtol=1e-4):
         return {"schedule": "step", "step_size": size, "gamma": gamma}
@@ -419,7 +419,8 @@ def with_network(draft: Draft, first: Facts, form: Form) -> Scenario | None:
         try:
             scenario = trial.scenario()
         except SpecError as error:
-            reasons.append(str(error))
+            lacking = f"; no scenario can express {', '.join(left_out)}" if left_out else ""
+            reasons.append(f"{error}{lacking}")
             continue
         shapes = {name: list(p.shape) for name, p in scenario.federation.model.named_parameters()}
         if shapes == first["parameters"] or form.language:

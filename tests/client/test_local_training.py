@@ -37,6 +37,8 @@ LOOPS: dict[str, dict[str, Any]] = {
     "step": {"schedule": "step", "step_size": 2, "gamma": 0.3, "steps": 6},
     "cosine": {"optimizer": "adam", "schedule": "cosine", "epochs": 2, "batch_size": 2},
     "linear": {"optimizer": "adamw", "schedule": "linear", "epochs": 2, "batch_size": 2},
+    "cosine by epochs": {"schedule": "cosine", "step_size": 4, "epochs": 3, "batch_size": 2},
+    "linear by epochs": {"schedule": "linear", "step_size": 3, "epochs": 2, "batch_size": 3},
     "shuffled": {"epochs": 3, "batch_size": 3, "shuffle": True},
     "accumulated": {"epochs": 2, "batch_size": 2, "accumulate": 3},
     "clipped": {"max_norm": 0.1, "momentum": 0.9, "epochs": 2, "batch_size": 3},
@@ -59,10 +61,11 @@ def torch_loop(batch: Batch, seed: str, rate: float = RATE, steps: int | None = 
     size, every, rng = loop.get("batch_size", len(batch.x)), loop.get("accumulate", 1), generator(seed)
     loader = -(-len(batch.x) // size)
     total = steps or loop["epochs"] * -(-loader // every)
+    by = 1 if loop.get("schedule") == "step" else loop.get("step_size", 1)  # StepLR counts itself
     schedulers = {
         "step": lambda: torch.optim.lr_scheduler.StepLR(optimizer, loop["step_size"], loop["gamma"]),
-        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total),
-        "linear": lambda: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total),
+        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total // by),
+        "linear": lambda: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total // by),
         "constant": lambda: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
     }
     scheduler, taken = schedulers[loop.get("schedule", "constant")](), 0
@@ -75,9 +78,10 @@ def torch_loop(batch: Batch, seed: str, rate: float = RATE, steps: int | None = 
                 if "max_norm" in loop:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), loop["max_norm"])
                 optimizer.step()
-                scheduler.step()
                 optimizer.zero_grad()
                 taken += 1
+                if taken % by == 0:
+                    scheduler.step()
     return {k: p.detach() - start[k] for k, p in model.named_parameters()}
 
 

@@ -114,6 +114,16 @@ SHAPES: dict[str, dict[str, str]] = {
     optimizer.step()
     schedule.step()""",
     },
+    "annealed": {
+        "optimizer": """optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)""",
+        "train": """for _ in range(3):
+    for images, labels in zip(x.split(4), y.split(4), strict=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+    schedule.step()""",
+    },
     "accumulated": {
         "optimizer": "optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)",
         "train": """for _ in range(2):
