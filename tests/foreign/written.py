@@ -170,6 +170,22 @@ optimizer.step()""",
         "optimizer": """groups = [{"params": net.body.parameters(), "lr": 0.01}, {"params": net.head.parameters(), "lr": 0.1}]
     optimizer = torch.optim.SGD(groups, lr=0.1)"""
     },
+    "groups_of_steps": {
+        "further": """class Steps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.levels, self.head = nn.Embedding(17, 2), nn.Linear(128, 10)
+
+    def forward(self, x):
+        return self.head(self.levels((16 * x).long()).flatten(1))
+
+
+""",
+        "network": "Steps()",
+        "optimizer": """groups = [{"params": net.head.parameters()}, {"params": net.levels.parameters(), "lr": 0.01}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)""",
+        "start": "Steps().state_dict()",
+    },
     "by_hand": {
         "optimizer": "",
         "train": """for images, labels in zip(x.split(4), y.split(4), strict=True):

@@ -35,7 +35,7 @@ num-server-rounds = 1
 FULL = pytest.mark.full
 # whose drafts give updates far from the clients'
 FAR = (
-    *("groups", "modified", "dropped", "penalised", "smoothed", "drawn", "ragged", "softened"),
+    *("groups", "groups_of_steps", "modified", "dropped", "penalised", "smoothed", "drawn", "ragged", "softened"),
     "signs",
     "by_phases",
     "sharpened",
@@ -130,6 +130,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("trainer", "", True, marks=FULL),
         pytest.param("activated", "arguments", False, marks=FULL),
         pytest.param("groups", "groups", False, marks=FULL),
+        pytest.param("groups_of_steps", "groups", False, marks=FULL),
         pytest.param("warmed_up", "schedule", False, marks=FULL),
         pytest.param("phased", "rounds", True, marks=FULL),
         pytest.param("by_phases", "turns", False, marks=FULL),
