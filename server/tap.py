@@ -163,10 +163,8 @@ def _started(
         result.add_done_callback(functools.partial(_done, recorder))
     held = weakref.ref(tapped_grid)
     del tapped_grid
-    in_thread = (
-        held() is not None and {*threading.enumerate()} - threads
-    )  # that the app started, and that may have the grid
-    if not in_thread and not isinstance(result, Awaitable | Iterator | AsyncIterator | Future):
+    goes_on = held() is not None and {*threading.enumerate()} - threads  # in a thread that the app started
+    if not goes_on and not isinstance(result, Awaitable | Iterator | AsyncIterator | Future):
         recorder.close()
     return result  # if it has yet to train, the recording ends with its grid
 

@@ -6,6 +6,7 @@ import sys
 import threading
 import tomllib
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -25,7 +26,7 @@ ROUNDS = ("num-server-rounds", "num_server_rounds", "num-rounds", "num_rounds", 
 PARTITIONS = 10  # as Flower's templates have
 SMALL = 1 << 20  # bytes of a file that is copied
 MANY = 1000  # entries of a folder, above which it is linked as a whole, as folders of data are
-TRIES = 2  # how often a strategy asks for clients and sends nothing before further ones appear
+TRIES = 3  # how often a thread asks for clients, and none sends a message, before further ones appear
 
 
 @dataclass(frozen=True)
@@ -137,17 +138,19 @@ class AppGrid(Grid):
             node: Context(1, node, {"partition-id": node - 1, "num-partitions": most}, RecordDict(), dict(config))
             for node in range(1, most + 1)
         }
-        self._here, self._asked = min(clients, most), 0
+        self._here, self._asked = min(clients, most), Counter[int]()  # by thread: Flower's older servers ask in two
         self._one = threading.Lock()  # Flower's older servers ask each client in a thread of its own
         self._replies: dict[str, Message] = {}
         self.trained: dict[int, list[Training]] = {}  # by node, in the order of its train messages
         self.failed: list[str] = []
 
     def get_node_ids(self) -> Iterable[int]:
-        self._asked += not self._one.locked()
-        if self._asked > TRIES and self._here < len(self._contexts):
-            self._here, self._asked = min(2 * self._here, len(self._contexts)), 0
-        elif self._asked > 20 * TRIES:
+        self._asked[threading.get_ident()] += not self._one.locked()
+        asked = self._asked[threading.get_ident()]
+        if asked > TRIES and self._here < len(self._contexts):
+            self._here = min(2 * self._here, len(self._contexts))
+            self._asked.clear()
+        elif asked > 20 * TRIES:
             raise SpecError(
                 f"the app waits for more than {len(self._contexts)} clients: raise --clients, or lower the app's minimum with "
                 "--set KEY=VALUE"
@@ -185,7 +188,7 @@ class AppGrid(Grid):
             return self._answered(message)
 
     def _answered(self, message: Message) -> Message:
-        self._asked = 0
+        self._asked.clear()
         message.metadata.__dict__["_message_id"] = message.object_id  # as Flower's own grids do
         message = message_from_proto(message_to_proto(message))  # a client may change its own, as SecAgg+'s mod does
         node = message.metadata.dst_node_id

@@ -1,12 +1,14 @@
 """The copy of an app's folder in which it runs, and the errors of its code."""
 
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedgauge.client.components import SpecError
-from fedgauge.simulations.rehearsal.flower_app import MANY, SMALL, FlowerApp, blamed, mirror
+from fedgauge.simulations.rehearsal.flower_app import MANY, SMALL, AppGrid, FlowerApp, blamed, mirror
 
 
 def test_code_is_copied_and_data_and_environments_are_linked(tmp_path: Path) -> None:
@@ -24,6 +26,19 @@ def test_code_is_copied_and_data_and_environments_are_linked(tmp_path: Path) -> 
     assert linked == {"venv", ".git", "images", "large.bin"}
     (copy / "src/theirs/app.py").write_text("x = 2")
     assert (app / "src/theirs/app.py").read_text() == "x = 1"
+
+
+def test_further_clients_appear_only_if_a_strategy_waits_for_them() -> None:
+    """A strategy of its own asks three times before it sends; Flower's older servers ask from a second thread meanwhile."""
+    nothing: Any = None
+    grid = AppGrid(nothing, {}, 5, nothing)
+    for _ in range(3):
+        assert len([*grid.get_node_ids()]) == 5
+    other = threading.Thread(target=grid.get_node_ids)
+    other.start()
+    other.join()
+    assert grid._here == 5
+    assert len([*grid.get_node_ids()]) == 10
 
 
 def test_a_misspelt_part_of_an_app_names_no_line_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
