@@ -18,6 +18,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from pathlib import Path
@@ -118,67 +119,100 @@ def _watch_start(kind: type[Strategy]) -> None:
 
     @functools.wraps(start)
     def watched(self: Strategy, *args: Any, **options: Any) -> Any:
-        asked = _CURIOUS.pop(id(self), None)  # so that a start that calls its parent's taps once
-        if asked is None:
-            return start(self, *args, **options)
-        # called by a start that returned before its training
-        within = asked.started and any(type(value) is Tap for value in (*args, *options.values()))
-        asked.started = True
-        try:
-            if within:
-                return start(self, *args, **options)
-            return _started(functools.partial(start, self), args, options, asked.open)
-        finally:
-            _CURIOUS[id(self)] = asked
+        with _opening(self, args, options) as open:
+            return _started(functools.partial(start, self), args, options, open)
 
-    watched._fedgauge = True  # type: ignore[attr-defined]
-    kind.start = watched  # type: ignore[method-assign]
+    @functools.wraps(start)
+    async def awaited(self: Strategy, *args: Any, **options: Any) -> Any:
+        with _opening(self, args, options) as open:
+            return await _awaited(functools.partial(start, self), args, options, open)
+
+    now: Any = awaited if inspect.iscoroutinefunction(start) else watched
+    now._fedgauge = True
+    kind.start = now  # type: ignore[method-assign]
 
 
-def _started(
-    start: Callable[..., Any],
-    args: tuple[Any, ...],
-    options: dict[str, Any],
-    open: Callable[[], AppRecorder | None],
-) -> Any:
-    """Call `start` as the app did, with its grid tapped."""
+Open = Callable[[], AppRecorder | None]
+
+
+@contextmanager
+def _opening(strategy: Strategy, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Open | None]:
+    """Yield what opens the recording of a `start`; None for a strategy that is not curious."""
+    asked = _CURIOUS.pop(id(strategy), None)  # so that a start that calls its parent's taps once
+    if asked is None:
+        yield None
+        return
+    # called by a start that returned before its training
+    within = asked.started and any(type(value) is Tap for value in (*args, *options.values()))
+    asked.started = True
+    try:
+        yield None if within else asked.open
+    finally:
+        _CURIOUS[id(strategy)] = asked
+
+
+def _tapped(
+    args: tuple[Any, ...], options: dict[str, Any], open: Open | None
+) -> tuple[AppRecorder | None, tuple[Any, ...], dict[str, Any]]:
+    """Return the recorder, if any, and the arguments of a `start` with their grid tapped."""
+    if open is None:
+        return None, args, options
     grid = next((arg for arg in (*args, *options.values()) if hasattr(arg, "send_and_receive")), None)
     if grid is None:
         say(WARNING, "fedgauge records nothing: start() was given no grid; use tap(grid, ...)")
     if grid is None or (recorder := open()) is None:
+        return None, args, options
+    tapped_grid = tapped(grid, recorder)
+    given = {k: tapped_grid if arg is grid else arg for k, arg in options.items()}
+    return recorder, tuple(tapped_grid if arg is grid else arg for arg in args), given
+
+
+def _started(start: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], open: Open | None) -> Any:
+    """Call `start` as the app did, with its grid tapped."""
+    recorder, args, options = _tapped(args, options, open)
+    if recorder is None:
         return start(*args, **options)
-    tapped_grid, threads = tapped(grid, recorder), {*threading.enumerate()}
+    threads = {*threading.enumerate()}
     with recorder.training():
-        result = start(
-            *(tapped_grid if arg is grid else arg for arg in args),
-            **{k: tapped_grid if arg is grid else arg for k, arg in options.items()},
-        )
+        result = start(*args, **options)
     if isinstance(result, Result):
         recorder.evaluated(result.evaluate_metrics_serverapp)
         recorder.close()
         return result
-    if inspect.iscoroutine(result):
-        return _awaited(result, recorder)
     if isinstance(result, Future):
-        result.add_done_callback(functools.partial(_done, recorder))
-    held = weakref.ref(tapped_grid)
-    del tapped_grid
-    goes_on = held() is not None and {*threading.enumerate()} - threads  # in a thread that the app started
+        with suppress(Exception):  # a kind of the app's own
+            result.add_done_callback(functools.partial(_done, recorder))
+    held = [weakref.ref(value) for value in (*args, *options.values()) if type(value) is Tap]
+    del args, options
+    goes_on = any(grid() is not None for grid in held) and {*threading.enumerate()} - threads  # in a thread that the app started
     if not goes_on and not isinstance(result, Awaitable | Iterator | AsyncIterator | Future):
         recorder.close()
     return result  # if it has yet to train, the recording ends with its grid
 
 
-async def _awaited(result: Awaitable[Any], recorder: AppRecorder) -> Any:
-    """Await a start, and record its exception as that of a plain one."""
-    with recorder.training():
-        return await result
+async def _awaited(start: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], open: Open | None) -> Any:
+    """Await `start` as the app did, with its grid tapped; the recording ends with the grid, or by an exception."""
+    recorder, args, options = _tapped(args, options, open)
+    if recorder is None:
+        return await start(*args, **options)
+    try:
+        result = await start(*args, **options)
+    except BaseException as error:  # also that of a garbage collection, which must wait for nothing
+        recorder.end("failed" if isinstance(error, Exception) else "interrupted")
+        raise
+    if isinstance(result, Result):
+        recorder.evaluated(result.evaluate_metrics_serverapp)
+    return result
 
 
 def _done(recorder: AppRecorder, result: "Future[Any]") -> None:
-    """Record that a start in another thread ended by an exception."""
-    if not result.cancelled() and result.exception() is not None:
+    """Record how a start in another thread ended."""
+    if result.cancelled():
+        return
+    if result.exception() is not None:
         recorder.end("failed")
+    elif isinstance(result.result(), Result):
+        recorder.evaluated(result.result().evaluate_metrics_serverapp)
 
 
 class Tap:

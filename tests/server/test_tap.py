@@ -501,12 +501,30 @@ def test_replies_in_an_unread_collection_are_not_missing(audit: Path) -> None:
     assert [(o["status"], bool(o["reason"])) for o in seen] == [("missing", True)]
 
 
-def test_a_tap_that_a_garbage_collection_ends_waits_for_no_lock_of_the_app(audit: Path) -> None:
-    """A collection may run in any line, also within a call of logging or of a thread pool that holds a lock."""
+class Waits(FedAvg):
+    async def start(self, grid: Any, initial_arrays: Any, num_rounds: int = 3) -> Any:  # type: ignore[override]
+        grid.send_and_receive([train_message(1)])
+        await asyncio.sleep(0)  # a bare yield, which needs no loop
+
+
+def sent(audit: Path) -> Any:
     tapped = tap(Nodes(), audit, audit.parent / "run")
     tapped.send_and_receive([train_message(1)])
-    held, ended = [tapped], threading.Event()
-    del tapped
+    return tapped
+
+
+def begun(audit: Path) -> Any:
+    training: Any = start(curious(Waits(), audit, audit.parent / "run"), Nodes())
+    training.send(None)
+    return training
+
+
+@pytest.mark.parametrize("tapped", [sent, begun])
+def test_a_tap_that_a_garbage_collection_ends_waits_for_no_lock_of_the_app(
+    audit: Path, tapped: Callable[[Path], Any]
+) -> None:
+    """A collection may run in any line, also within a call of logging or of a thread pool that holds a lock."""
+    held, ended = [tapped(audit)], threading.Event()
 
     def collected() -> None:
         with _global_shutdown_lock:
@@ -639,6 +657,11 @@ def test_an_exception_in_training_is_the_apps_and_is_recorded(audit: Path) -> No
     assert [bool(o["digest"]) for o in seen] == [True] * NODES
 
 
+def state(audit: Path) -> str:
+    with Run.open(audit.parent / "run").ledger() as ledger:
+        return ledger.meta()["state"]
+
+
 class InTurn(FedAvg):
     """Trains while its caller reads the rounds."""
 
@@ -649,13 +672,13 @@ class InTurn(FedAvg):
 
 
 class Awaited(FedAvg):
-    async def start(self, grid: Any, initial_arrays: Any, num_rounds: int = 3) -> Any:  # type: ignore[override]
-        return FedAvg.start(self, grid, initial_arrays, num_rounds)
+    async def start(self, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+        return FedAvg.start(self, *args, **options)
 
 
 class Later(FedAvg):
-    def start(self, grid: Any, initial_arrays: Any, num_rounds: int = 3) -> Any:
-        return ThreadPoolExecutor(1).submit(FedAvg.start, self, grid, initial_arrays, num_rounds)
+    def start(self, *args: Any, **options: Any) -> Any:
+        return ThreadPoolExecutor(1).submit(FedAvg.start, self, *args, **options)
 
 
 class Aside(FedAvg):
@@ -676,18 +699,14 @@ def test_a_start_that_returns_before_the_training_is_recorded_to_its_end(
 ) -> None:
     curious(FedAvg(), audit, audit.parent / "other")  # from now on FedAvg's own start is watched, too
     strategy = curious(kind(), audit, audit.parent / "run")
+    assert inspect.iscoroutinefunction(strategy.start) == (kind is Awaited)
     wait(start(strategy, Nodes()))
     if isinstance(strategy, Aside):
         strategy.may_train.set()
         strategy.training.join()
         del strategy.training
     gc.collect()
-
-    def trained() -> bool:
-        with Run.open(audit.parent / "run").ledger() as ledger:
-            return ledger.meta()["state"] == "trained"
-
-    wait_for(trained)
+    wait_for(lambda: state(audit) == "trained")
     assert [bool(o["digest"]) for o in opened(audit.parent / "run")[1]] == [True] * 3 * NODES
     assert not (audit.parent / "run-2").exists()
 
@@ -701,13 +720,7 @@ def test_a_training_that_fails_after_its_start_returned_is_recorded_as_failed(
     with pytest.raises(ZeroDivisionError):
         wait(start(curious(strategy, audit, audit.parent / "run"), Nodes()))
     gc.collect()
-
-    def ended() -> str:
-        with Run.open(audit.parent / "run").ledger() as ledger:
-            return ledger.meta()["state"]
-
-    wait_for(lambda: ended() != "training")
-    assert ended() == "failed"
+    wait_for(lambda: state(audit) == "failed")
 
 
 # -------------------------------------------------------------------------------------------------- what is recorded
@@ -742,12 +755,17 @@ def test_the_accuracy_is_the_mean_that_flower_computes(audit: Path) -> None:
         assert row["accuracy"] == pytest.approx(result.evaluate_metrics_clientapp[row["round"]]["accuracy"])
 
 
-def test_the_servers_own_accuracy_comes_first(audit: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "wait"), [(FedAvg, lambda result: None), (Awaited, asyncio.run), (Later, lambda future: future.result())]
+)
+def test_the_servers_own_accuracy_comes_first(audit: Path, kind: type[FedAvg], wait: Callable[[Any], Any]) -> None:
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         return MetricRecord({"accuracy": 0.5 + 0.1 * server_round})
 
-    strategy = curious(FedAvg(), audit, audit.parent / "run")
-    strategy.start(Nodes(), ArrayRecord(model().state_dict()), 2, evaluate_fn=evaluate)
+    strategy: Any = curious(kind(), audit, audit.parent / "run")
+    wait(strategy.start(Nodes(), ArrayRecord(model().state_dict()), 2, evaluate_fn=evaluate))
+    gc.collect()
+    wait_for(lambda: state(audit) == "trained")
     with Run.open(audit.parent / "run").ledger() as ledger:
         rows = ledger.rounds()
     assert [row["accuracy"] for row in rows] == pytest.approx([0.5 + 0.1 * row["round"] for row in rows])
