@@ -303,7 +303,7 @@ def _proof(
         step = max((torch.finfo(t.dtype).eps for t in came if t.is_floating_point()), default=0.0)
         off, part, exact = _compared(update, scenario, seen, own[0], kind, step)
         left_out = [problem.code for problem in draft.problems if problem.code in INEXACT]
-        if not exact or (left_out and off > CLOSE):
+        if not exact or (left_out and off >= EXACT):
             words = f"{where}, computed again from the observed examples, differs by {off:.2%}, most in {part}"
             if left_out:
                 words += f"; the draft is not exact in: {', '.join(left_out)}"
