@@ -5,14 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-
-from fedgauge.client.data.corpora import targets
 
 
 @dataclass(frozen=True)
 class Form:
-    """Conversion of observed inputs and labels.
+    """Conversion of observed inputs.
 
     Attributes:
         data: lines of [data].
@@ -27,12 +24,8 @@ class Form:
     next_token: bool = False
 
     def examples(self, x: np.ndarray) -> np.ndarray:
-        """Return examples as the truth has them: rows (N, F), arrays (N, ...)."""
-        return x.astype(np.float32)
-
-    def labels(self, x: np.ndarray) -> np.ndarray:
-        """Return labels that are the examples themselves, as of an autoencoder or of words to predict."""
-        return x
+        """Return examples as the truth has them: rows (N, F), arrays (N, ...), token ids (N, L)."""
+        return x.astype(np.int64 if self.language else np.float32)
 
     def stored(self, x: np.ndarray) -> np.ndarray:
         """Return examples as the archive of public data has them."""
@@ -49,25 +42,6 @@ class Images(Form):
 
     def stored(self, x: np.ndarray) -> np.ndarray:
         return np.round(255 * self.examples(x)).astype(np.uint8)
-
-
-@dataclass(frozen=True)
-class Sentences(Form):
-    """Token ids, padded to one length."""
-
-    length: int = 0
-
-    def examples(self, x: np.ndarray) -> np.ndarray:
-        room = ((0, 0), (0, self.length - x.shape[1]))
-        return np.pad(x.astype(np.int64), room, constant_values=self._pad)
-
-    def labels(self, x: np.ndarray) -> np.ndarray:
-        """Return the words that are learnt."""
-        return targets(torch.from_numpy(x), self._pad).numpy()
-
-    @property
-    def _pad(self) -> int:
-        return int(self.language["pad"]) if self.language else 0
 
 
 def form_of(
@@ -91,8 +65,7 @@ def form_of(
         next_token = language["next_token"]
         if next_token:
             data["task"] = "next_token"
-        length = max(x.shape[1] for x in arrays)
-        return Sentences(data, "the network takes token ids", language, next_token, length)
+        return Form(data, "the network takes token ids", language, next_token)
     if len({x.shape[1:] for x in arrays}) != 1:
         return None
     if kinds == {(2, True)}:

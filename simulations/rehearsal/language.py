@@ -17,8 +17,8 @@ def save_language(trained: Sequence[Training], folder: Path) -> Mapping[str, Any
     """Save the trained network of the package transformers; None if there is none that reads token ids.
 
     Returns:
-        Its folder, the id that pads sentences, whether it predicts each next word and the app's tokenizer was found, and peft's
-        adapter.
+        Its folder, the id that pads sentences, the length of the longest one, whether it predicts each next word and the app's
+        tokenizer was found, and peft's adapter.
     """
     transformers: Any = sys.modules.get("transformers")
     ids = [x for seen in trained for x in seen.x if not x.is_floating_point() and x.dim() == 2]
@@ -37,8 +37,8 @@ def save_language(trained: Sequence[Training], folder: Path) -> Mapping[str, Any
     words = found or transformers.PreTrainedTokenizerFast(**_numbers(size, pad, ids))
     words.save_pretrained(folder)
     adapter = _adapter(network, base) if hasattr(network, "peft_config") else None
-    own = {"folder": str(folder), "pad": pad, "next_token": base.can_generate()}
-    return own | {"tokenizer": found is not None, "adapter": adapter}
+    own = {"folder": str(folder), "pad": pad, "length": max(x.shape[1] for x in ids)}
+    return own | {"next_token": base.can_generate(), "tokenizer": found is not None, "adapter": adapter}
 
 
 def _without_adapter(base: nn.Module) -> dict[str, Tensor]:

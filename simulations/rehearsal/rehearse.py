@@ -22,6 +22,7 @@ from fedgauge.attacks.effort import ITERATIONS, attacks_by_effort
 from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, users_errors
+from fedgauge.client.data.corpora import targets
 from fedgauge.client.data_folder import read_npz
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
@@ -394,4 +395,7 @@ def _examples(facts: Facts, form: Form, target: Target | None) -> tuple[np.ndarr
     """Return a client's examples of a round with their labels, as the scenario has them."""
     arrays = _arrays(facts)
     x = form.examples(arrays["x"])
-    return x, form.labels(x) if target is None else target.labels(arrays["y"])
+    if target is not None:
+        return x, target.labels(arrays["y"])
+    pad = form.language["pad"] if form.language else 0
+    return x, targets(torch.from_numpy(x), pad).numpy()

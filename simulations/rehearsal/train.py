@@ -115,8 +115,7 @@ def _facts(seen: Training, name: str, language: Mapping[str, Any] | None, folder
         facts["mode"] = "train" if seen.modes[""] and norms != {False} and not drops else "eval"
     labels = [y for y in seen.y if y is not None]
     if language is not None and seen.x:
-        most = max(x.shape[1] for x in seen.x)
-        seen.x = [F.pad(x, (0, most - x.shape[1]), value=language["pad"]) for x in seen.x]
+        seen.x = [F.pad(x, (0, language["length"] - x.shape[1]), value=language["pad"]) for x in seen.x]
         if language["next_token"]:  # the words themselves are learnt
             labels = [x[:, 0] for x in seen.x]
     if seen.x and _alike(seen.x):
