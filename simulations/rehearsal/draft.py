@@ -216,8 +216,7 @@ def write_draft(
         if not form.language:
             draft.add("[model]", "values of frozen parameters", weights=str(files / WEIGHTS))
     if (dp := first["dp"]) is not None:
-        settings = {key: dp[key] for key in ("max_norm", "noise_multiplier")}
-        draft.add("[[chain]]", "Opacus' optimizer", use="dp_sgd", **settings)
+        draft.add("[[chain]]", "Opacus' optimizer", use="dp_sgd", **dp)
         draft.note("noise", "clients add noise, so the recomputed update differs")
     steps = first["steps"]
     if not steps:

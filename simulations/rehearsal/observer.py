@@ -65,7 +65,7 @@ class Training:
         losses: name and options of each loss that was computed from a pass.
         used: numbers of the passes that a backward pass reached.
         scales: of each backward pass, the value that was minimised by the loss that was computed from it.
-        dp: noise multiplier, clipping norm and expected batch size of Opacus' optimizer.
+        dp: noise multiplier and clipping norm of Opacus' optimizer.
         start: the network's state before the first pass, of the process's first training.
         proximal_mu: the weight of FedProx's term, if the server sends one.
         pad: the token id at positions that an attention mask hides.
@@ -498,7 +498,6 @@ def _steps_privately(now: Training, optimizer: Any, *args: object, **kwargs: obj
     now.dp = {
         "noise_multiplier": float(optimizer.noise_multiplier),
         "max_norm": float(norm) if isinstance(norm, int | float) else float("nan"),
-        "examples": float(optimizer.expected_batch_size or 0),
     }
 
 
