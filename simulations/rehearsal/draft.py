@@ -52,18 +52,10 @@ class Draft:
     fatal: list[Problem] = field(default_factory=list)
 
     def add(self, table: str, origin: str, **values: Any) -> None:
-        """Add lines to a table, with their origin."""
+        """Add lines to a table, with their origin; they replace earlier ones unless the table is one of a list."""
+        if not table.startswith("[["):
+            self.lines = [line for line in self.lines if line.table != table or line.key not in values]
         self.lines += [Line(table, key, value, origin) for key, value in values.items()]
-
-    def replace(self, table: str, key: str, value: Any) -> None:
-        """Replace the value of a line."""
-        same = (table, key)
-        self.lines = [line._replace(value=value) if line[:2] == same else line for line in self.lines]
-
-    def audit(self, rounds: Sequence[int], origin: str) -> None:
-        """Attack these rounds only."""
-        self.lines = [line for line in self.lines if line[:2] != ("[audit]", "rounds")]
-        self.add("[audit]", origin, rounds=list(rounds))
 
     def note(self, code: str, why: str, remedy: str = "", where: str = "") -> None:
         """Add a limitation or assumption."""
@@ -453,12 +445,6 @@ def _networks(first: Facts, form: Form) -> list[tuple[dict[str, Any], str, list[
     return sorted(found, key=lambda each: len(each[2]))
 
 
-def attack_some(draft: Draft, clients: Sequence[int], round: int, origin: str) -> None:
-    """Attack one round's updates of some clients."""
-    draft.replace("[audit]", "clients", list(clients))
-    draft.audit([round], origin)
-
-
 def check_reported(draft: Draft, reported: int | None, facts: Facts) -> None:
     """Note batches that a client reports as its number of examples."""
     in_a_round = next((line.value for line in draft.lines if line[:2] == ("[data]", "batch_size")), None)
@@ -476,7 +462,7 @@ def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, fi
     """
     draft.add("[[chain]]", "layers that are trained and never uploaded", use="private_layers", layers=list(layers))
     draft.add("[model]", "the first client's values of these layers", weights=str(files / WEIGHTS))
-    attack_some(draft, [client], round, "the first training")
+    draft.add("[audit]", "the first training", clients=[client], rounds=[round])
     why = f"clients train {', '.join(layers[:3])} and do not upload them"
     draft.note(
         "private", why, f"only client {client}'s update of round {round} starts from known values and is attacked"

@@ -37,7 +37,6 @@ from fedgauge.simulations.rehearsal.draft import (
     Draft,
     Facts,
     Observed,
-    attack_some,
     check_attackable,
     check_reported,
     keep_layers,
@@ -195,7 +194,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     if any(facts["parameters"] != first["parameters"] for node in attacked for facts in observed.clients[node]):
         draft.note("rounds", "clients also train another network in some rounds, which are not attacked")
     if shared < {row["round"] for row in recorded if row["client"] in {numbers[node] for node in attacked}}:
-        draft.audit(sorted(shared), "rounds in which the attacked clients train")
+        draft.add("[audit]", "rounds in which the attacked clients train", rounds=sorted(shared))
     built = () if form.language else first["built"]
     packages = tuple({call["module"].partition(".")[0]: None for call in built}.keys() - LIBRARIES)
     packages += ("torch",) if target and ":" in target.loss.get("use", "") else ()  # whose losses are called by name
@@ -235,7 +234,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
             line[:2] == ("[audit]", "rounds") and len(line.value) == 1 for line in draft.lines
         ):
             some = sorted(numbers[node] for node in attacked)[: max(CONTROLLED, fit)]
-            attack_some(draft, some, began, "updates take long to compute")
+            draft.add("[audit]", "updates take long to compute", clients=some, rounds=[began])
             why = f"only round {began} of {many(len(some), 'client')} is attacked"
             draft.note("cost", why, "change [audit] to attack more")
         if seconds > SLOW:
@@ -294,8 +293,10 @@ def _proof(
             if replies == "updates" and along < 0:
                 draft.add("[tape]", "uploads point against the steps of the training", replies="gradients")
             elif not own[0]["steps"] and along > 0 and abs(along / length - 1) > ROUNDING:
-                rate = next(line.value for line in draft.lines if line.key == "rate")
-                draft.replace("[[chain]]", "rate", rate * along / length)
+                draft.lines = [
+                    line._replace(value=line.value * along / length) if line[:2] == ("[[chain]]", "rate") else line
+                    for line in draft.lines
+                ]
             else:
                 break
             scenario = draft.scenario()
@@ -324,7 +325,7 @@ def _proof(
         if later and len(own) == 1 + len(later):
             alike = own[-1]["sizes"] == own[0]["sizes"]
             if not alike or not fits(later[-1], own[-1]):
-                draft.audit([row["round"]], "later rounds train otherwise")
+                draft.add("[audit]", "later rounds train otherwise", rounds=[row["round"]])
                 why = "later rounds train otherwise (SCAFFOLD's correction, another rate, other examples)"
                 remedy = "describe them in [[chain]], then change [audit] to attack more"
                 draft.note("rounds", f"{why}; only round {row['round']} is attacked", remedy)
@@ -333,7 +334,7 @@ def _proof(
         firsts = [(each, facts[0], uploads_of(ledger, each, facts)[:1]) for each, facts in others]
         unlike = {each for each, facts, rows in firsts if rows and not fits(rows[0], facts)}
         if unlike:
-            draft.replace("[audit]", "clients", sorted(trained.keys() - unlike))
+            draft.add("[audit]", "the others train otherwise", clients=sorted(trained.keys() - unlike))
             why = "train otherwise (another rate, optimizer or loss) and are not attacked"
             names = ", ".join(map(str, sorted(unlike)))
             draft.note("clients", f"{len(unlike)} of {len(trained)} clients ({names}) {why}")
