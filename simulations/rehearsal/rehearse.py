@@ -81,6 +81,7 @@ MOST_TRIES = 8  # to fit a rate
 PATIENCE = 30  # seconds until the app's last line is printed, and again each time that this doubles
 MOST_OBSERVED = 1 << 26  # bytes of observed.json
 Kind = tuple[Form, Target | None]  # of examples and their labels
+Recorded = tuple[Any, Facts]  # the ledger's row of an upload, and the training before it
 
 
 @dataclass(frozen=True)
@@ -164,16 +165,12 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     files = run.folder.absolute() / "observed"  # the scenario is read from the app's folder
     with run.ledger() as ledger:
         numbers = {node: client for client, node in ledger.nodes().items()}
-        trainings = {
-            node: [
-                facts
-                for facts in observed.clients[node]
-                if facts["parameters"] == first["parameters"] and uploads_of(ledger, numbers[node], [facts])
-            ]
+        uploads = {
+            node: uploads_of(ledger, numbers[node], observed.clients[node], first["parameters"])
             for node in attacked
             if node in numbers  # of messages with arrays
         }
-        uploads = {node: uploads_of(ledger, numbers[node], own) for node, own in trainings.items() if own}
+        uploads = {node: own for node, own in uploads.items() if own}
         recorded = [row for row in ledger.observations() if row["digest"]]
         whole = replies_of(run, ledger) == "weights"
         if "large" not in first["notes"]:  # otherwise some were not kept
@@ -183,14 +180,13 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         why = "the attacked clients' replies carry no arrays that can be read" + (f" after {mods}" if mods else "")
         draft.refuse("uploads", why, f"audit the app without {mods}" if mods else "let them upload weights")
         return refused
-    shared = set.intersection(*({row["round"] for row in own} for own in uploads.values()))
+    shared = set.intersection(*({row["round"] for row, _ in own} for own in uploads.values()))
     attacked = [*uploads] if shared else [*uploads][:1]
-    rows = [row for node in attacked for row in uploads[node]]
     public = [node for node in nodes if node not in attacked]
     rounds = max(row["round"] for row in recorded)
     write_draft(draft, observed, attacked, public, form, target, rounds, files, whole)
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
-    shared = shared or {row["round"] for row in rows}
+    shared = shared or {row["round"] for row, _ in uploads[attacked[0]]}
     if any(facts["parameters"] != first["parameters"] for node in attacked for facts in observed.clients[node]):
         draft.note("rounds", "clients also train another network in some rounds, which are not attacked")
     if shared < {row["round"] for row in recorded if row["client"] in {numbers[node] for node in attacked}}:
@@ -203,18 +199,15 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         if scenario is None:
             run_files.write(run.folder / "scenario.toml", draft.text().encode())
             return refused
-        client = numbers[attacked[0]]
-        own = {row["round"]: row["digest"] for row in rows if row["client"] == client}
-        began = min(own)
-        came = run.tape().read(began, client, own[began])
-        reported = next(row["examples"] for row in rows if (row["client"], row["round"]) == (client, began))
+        client, own = numbers[attacked[0]], uploads[attacked[0]]
+        row = own[0][0]
+        began, came = row["round"], run.tape().read(row["round"], client, row["digest"])
         try:
-            check_reported(draft, reported, first)
+            check_reported(draft, row["examples"], first)
             if kept := _never_sent(scenario, first, came):
                 keep_layers(draft, kept, client, began, files)
                 scenario = draft.scenario()
-            trained = {numbers[node]: trainings[node] for node in attacked}
-            trained = {client: [first]} if kept else trained
+            trained = {client: own[:1]} if kept else {numbers[node]: uploads[node] for node in attacked}
             proof, seconds, unlike = _proof(run, draft, scenario, trained, (form, target))
             attacked = [node for node in attacked if numbers[node] not in unlike]
         except (UploadMismatch, RuntimeError) as error:  # torch raises the latter, such as for a scripted network
@@ -226,7 +219,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         if truth:
             truths.mkdir(mode=0o700)
         for node in attacked if truth else ():
-            for row, facts in zip(uploads[node], trainings[node], strict=True):
+            for row, facts in uploads[node]:
                 x, y = (part[:n] for part in _examples(facts, form, target))
                 np.savez(truths / f"node-{node}-round-{row['round']}.npz", x=x, y=y)
         fit = int(SEVERAL / max(seconds, 1e-9))  # updates
@@ -252,11 +245,13 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         return Rehearsal(run, draft, truths, packages, proof)
 
 
-def uploads_of(ledger: Ledger, client: int, trained: Sequence[Facts]) -> list[Any]:
-    """Return the ledger's rows of a client's recorded uploads after its trainings; of rounds that it skipped there are others."""
+def uploads_of(
+    ledger: Ledger, client: int, trained: Sequence[Facts], parameters: Mapping[str, Sequence[int]]
+) -> list[Recorded]:
+    """Return a client's recorded trainings of the network with these parameters; of rounds that it skipped there are other rows."""
     rows = [row for row in ledger.observations() if row["client"] == client and row["status"] == "accepted"]
-    found = [rows[facts["upload"]] for facts in trained if facts["upload"] < len(rows)]
-    return [row for row in found if row["digest"]]
+    found = [(rows[facts["upload"]], facts) for facts in trained if facts["upload"] < len(rows)]
+    return [(row, facts) for row, facts in found if row["digest"] and facts["parameters"] == parameters]
 
 
 def _never_sent(scenario: Scenario, first: Facts, came: Observation) -> list[str]:
@@ -267,7 +262,7 @@ def _never_sent(scenario: Scenario, first: Facts, came: Observation) -> list[str
 
 
 def _proof(
-    run: Run, draft: Draft, scenario: Scenario, trained: Mapping[int, Sequence[Facts]], kind: Kind
+    run: Run, draft: Draft, scenario: Scenario, trained: Mapping[int, Sequence[Recorded]], kind: Kind
 ) -> tuple[str, float, set[int]]:
     """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
 
@@ -276,23 +271,22 @@ def _proof(
     that only the first round is attacked.
 
     Args:
-        trained: facts of the attacked clients; the first one's rate is fitted.
+        trained: recorded trainings of the attacked clients; the first one's rate is fitted.
 
     Raises:
         UploadMismatch: the upload is not the network's.
     """
-    (client, own), *others = trained.items()
+    (client, ((row, facts), *later)), *others = trained.items()
     with run.ledger() as ledger:
-        row, *later = uploads_of(ledger, client, own)
         for _ in range(MOST_TRIES):
             replies = prepare_app(run, ledger, scenario)
             source = TapeSource(scenario.federation, run=run, ledger=ledger)
             seen = source.observation(row["round"], client, row["digest"])
-            update, seconds = _computed(scenario, seen, own[0], kind)
+            update, seconds = _computed(scenario, seen, facts, kind)
             along, length = _dot(update, seen.update), _dot(update, update)
             if replies == "updates" and along < 0:
                 draft.add("[tape]", "uploads point against the steps of the training", replies="gradients")
-            elif not own[0]["steps"] and along > 0 and abs(along / length - 1) > ROUNDING:
+            elif not facts["steps"] and along > 0 and abs(along / length - 1) > ROUNDING:
                 draft.lines = [
                     line._replace(value=line.value * along / length) if line[:2] == ("[[chain]]", "rate") else line
                     for line in draft.lines
@@ -303,7 +297,7 @@ def _proof(
         where = f"client {client}'s update of round {row['round']}"
         came = run.tape().read(row["round"], client, row["digest"]).update.values()
         step = max((torch.finfo(t.dtype).eps for t in came if t.is_floating_point()), default=0.0)
-        off, part, exact = _compared(update, scenario, seen, own[0], kind, step)
+        off, part, exact = _compared(update, scenario, seen, facts, kind, step)
         left_out = [problem.code for problem in draft.problems if problem.code in INEXACT]
         if not exact or (left_out and off >= EXACT):
             words = f"{where}, computed again from the observed examples, differs by {off:.2%}, most in {part}"
@@ -322,17 +316,14 @@ def _proof(
         # what was left out made no difference
         draft.problems = [problem for problem in draft.problems if problem.code != "arguments"]
         ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
-        if later and len(own) == 1 + len(later):
-            alike = own[-1]["sizes"] == own[0]["sizes"]
-            if not alike or not fits(later[-1], own[-1]):
-                draft.add("[audit]", "later rounds train otherwise", rounds=[row["round"]])
-                why = "later rounds train otherwise (SCAFFOLD's correction, another rate, other examples)"
-                remedy = "describe them in [[chain]], then change [audit] to attack more"
-                draft.note("rounds", f"{why}; only round {row['round']} is attacked", remedy)
+        if later and (later[-1][1]["sizes"] != facts["sizes"] or not fits(*later[-1])):
+            draft.add("[audit]", "later rounds train otherwise", rounds=[row["round"]])
+            why = "later rounds train otherwise (SCAFFOLD's correction, another rate, other examples)"
+            remedy = "describe them in [[chain]], then change [audit] to attack more"
+            draft.note("rounds", f"{why}; only round {row['round']} is attacked", remedy)
         rounded = f"differs by {off:.2%}, which rounding explains"
         exactly = f"exact to rounding (relative error {off:.1e})" if off < EXACT else rounded
-        firsts = [(each, facts[0], uploads_of(ledger, each, facts)[:1]) for each, facts in others]
-        unlike = {each for each, facts, rows in firsts if rows and not fits(rows[0], facts)}
+        unlike = {each for each, of_client in others if not fits(*of_client[0])}
         if unlike:
             draft.add("[audit]", "the others train otherwise", clients=sorted(trained.keys() - unlike))
             why = "train otherwise (another rate, optimizer or loss) and are not attacked"
