@@ -173,12 +173,9 @@ class AppGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        pushed = []
-        for message in messages:
-            reply = self._answer(message)
-            pushed.append(key := message.metadata.message_id)
-            self._replies[key] = reply
-        return pushed
+        replies = {reply.metadata.reply_to_message_id: reply for reply in map(self._answer, messages)}
+        self._replies |= replies
+        return list(replies)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self._replies.pop(key) for key in message_ids if key in self._replies]
