@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +108,8 @@ class _Reply:
         return next((int(n) for n in counts if 1 <= n < 2**53 and n == int(n)), None)
 
 
-# something to do in the writer's thread: its name, the act, the bytes that it holds in memory until then, and when it is done
-_Task = tuple[str, Callable[[], None], int, threading.Event]
+# something to do in the writer's thread: its name, the act, and the bytes that it holds in memory until then
+_Task = tuple[str, Callable[[], object], int]
 
 
 class AppRecorder:
@@ -183,36 +183,34 @@ class AppRecorder:
 
     def flush(self) -> None:
         """Wait until what has passed so far is written."""
-        self._wait(self.later("a round", self._flush))
+        done = threading.Event()
+        self.later("a round", self._flush)
+        self.later("a wait", done.set)
+        while self._writer.is_alive() and not done.wait(0.1):
+            pass
 
     def close(self, state: str = "trained") -> None:
         """Record that the app's training is over, once, and log the command that attacks what was recorded."""
-        self._wait(self.end(state))
+        self.end(state)
         if threading.current_thread() is not self._writer:
             self._writer.join()
 
-    def end(self, state: str = "trained") -> threading.Event | None:
+    def end(self, state: str = "trained") -> None:
         """Close without waiting, as a garbage collection must: the writer may need a lock of the interrupted thread."""
-        return self.later("the end", partial(self._close, state))
+        self.later("the end", partial(self._close, state))
 
-    def _wait(self, done: threading.Event | None) -> None:
-        if done is not None and threading.current_thread() is not self._writer:
-            while self._writer.is_alive() and not done.wait(0.1):
-                pass
-
-    def later(self, what: str, act: Callable[[], None], size: int = 0) -> threading.Event | None:
-        """Do something in the writer's thread, in the order of the calls; None if nothing is recorded any more.
+    def later(self, what: str, act: Callable[[], object], size: int = 0) -> None:
+        """Do something in the writer's thread, in the order of the calls; nothing after the end.
 
         Args:
             size: bytes that it holds in memory until then.
         """
         if self._closed or os.getpid() != self._process:  # a forked child records nothing
-            return None
+            return
         if size:
             with self._counting:
                 self._waiting += size
-        self._tasks.put((what, act, size, done := threading.Event()))
-        return done
+        self._tasks.put((what, act, size))
 
     def reply(self, reply: _Reply, exchange: Sequence[_Sent]) -> None:
         """Record a reply; without its arrays while more than MOST_WAITING bytes are unwritten, as the app must not wait."""
@@ -225,11 +223,8 @@ class AppRecorder:
     def _write(self) -> None:
         while not self._closed:
             self._do(*self._tasks.get())
-        with suppress(Empty):
-            while True:
-                self._tasks.get_nowait()[-1].set()
 
-    def _do(self, what: str, act: Callable[[], None], size: int, done: threading.Event) -> None:
+    def _do(self, what: str, act: Callable[[], object], size: int) -> None:
         started = time.perf_counter()
         try:
             act()
@@ -239,7 +234,6 @@ class AppRecorder:
             self._cost += time.perf_counter() - started
             with self._counting:
                 self._waiting -= size
-            done.set()
 
     def note_sent(self, sent: _Sent) -> None:
         """Note a message; one that carries weights to be trained gets its round."""
