@@ -105,11 +105,6 @@ class Observed:
     language: Mapping[str, Any] | None = None
     mods: Sequence[str] = ()
 
-    @property
-    def nodes(self) -> list[str]:
-        """Return the nodes with inputs and labels, in order."""
-        return [node for node, rounds in self.clients.items() if rounds and "data" in rounds[0]]
-
 
 def check_attackable(
     draft: Draft, observed: Observed, first: Facts, arrays: Sequence[Mapping[str, np.ndarray]], form: Form | None

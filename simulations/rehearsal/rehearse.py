@@ -143,7 +143,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         truth: write the observed examples of the attacked clients.
     """
     sys.dont_write_bytecode = True  # the network is built by the app's code, and nothing is written in its folder
-    draft, nodes = Draft(), observed.nodes
+    draft, nodes = Draft(), [node for node, rounds in observed.clients.items() if "data" in rounds[0]]
     refused = Rehearsal(run, draft, run.folder, (), "")
     first = observed.clients[nodes[0]][0] if nodes else next(rounds[0] for rounds in observed.clients.values())
     arrays = [_arrays(facts) for rounds in ([first], *observed.clients.values()) for facts in rounds]
