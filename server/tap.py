@@ -184,7 +184,9 @@ def _started(start: Callable[..., Any], args: tuple[Any, ...], options: dict[str
             result.add_done_callback(functools.partial(_done, recorder))
     held = [weakref.ref(value) for value in (*args, *options.values()) if type(value) is Tap]
     del args, options
-    goes_on = any(grid() is not None for grid in held) and {*threading.enumerate()} - threads  # in a thread that the app started
+    goes_on = (
+        any(grid() is not None for grid in held) and {*threading.enumerate()} - threads
+    )  # in a thread that the app started
     if not goes_on and not isinstance(result, Awaitable | Iterator | AsyncIterator | Future):
         recorder.close()
     return result  # if it has yet to train, the recording ends with its grid

@@ -38,8 +38,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",
     },
     REPRODUCTION: {
-        "reproduce": "repeat a paper's attacks, and print its figures next to ours.",
-        "compare": "show the figures of several files of the same table in columns.",
+        "reproduce": "repeat a paper's attacks, and print its figures next to ours (needs a clone).",
+        "compare": "show the figures of several files of the same table in columns (needs a clone).",
     },
     "cli.deploy_commands": {
         "deploy": "a federation of real processes, each client its own, here or in containers.",

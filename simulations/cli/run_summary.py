@@ -72,7 +72,7 @@ def _print_results(reading: RunSnapshot, noted: list[str]) -> None:
             reasons.setdefault(row["reason"], []).append(f"{row['attack']} ({row['jobs']} x)")
     for text in (
         canaries(reading),
-        meta.get("server_attack", ""),  # its failure
+        meta.get("server_attack") and f"malicious server: {meta['server_attack']}",  # its failure
         _clients(ledger),
         _grading(ledger),
         *islice((f"{', '.join(attacks)}: {reason}" for reason, attacks in reasons.items()), MOST_REASONS),

@@ -26,6 +26,8 @@ UNSUPPORTED = ("dampening", "amsgrad", "maximize", "centered", "lr_decay", "alph
 Facts = Mapping[str, Any]  # of one client's training in one round
 REMEDY = "build the network in the client's training, by a function of the app without arguments"
 LIBRARIES = {"torchvision", "timm"}  # whose networks have components of their own
+# arguments of their calls that the component gives, or that change no layer
+CHOSEN = ("model_name", "num_classes", "in_chans", "weights", "pretrained", "progress")
 # a step without torch.optim; its rate is small, so that the fitted one is near already after one try
 PLAIN = {"optimizer": "SGD", "groups": [{"lr": 2.0**-10}], "passes": 1, "max_norm": None}
 
@@ -51,7 +53,7 @@ class Draft:
     problems: list[Problem] = field(default_factory=list)
     fatal: list[Problem] = field(default_factory=list)
 
-    def add(self, table: str, origin: str, **values: Any) -> None:
+    def add(self, table: str, origin: str, /, **values: Any) -> None:
         """Add lines to a table, with their origin; they replace earlier ones unless the table is one of a list."""
         if not table.startswith("[["):
             self.lines = [line for line in self.lines if line.table != table or line.key not in values]
@@ -85,9 +87,10 @@ class Draft:
 
 def _one_line(key: str, value: Any) -> str:
     """Return a key and its value as one line of TOML; a table is written inline, which tomli_w does within lists only."""
-    table = isinstance(value, Mapping)
-    text = " ".join(part.strip() for part in tomli_w.dumps({key: [[value]] if table else value}).splitlines())
-    return text.replace("[ [ ", "", 1).removesuffix(", ], ]") if table else text
+    nested = isinstance(value, Mapping | list)
+    lines = tomli_w.dumps({key: [[value]] if nested else value}).strip().split("\n")
+    text = " ".join(line.strip() for line in lines)
+    return text.replace("[ [ ", "", 1).removesuffix(", ], ]") if nested else text
 
 
 @dataclass(frozen=True)
@@ -435,7 +438,8 @@ def _networks(first: Facts, form: Form) -> list[tuple[dict[str, Any], str, list[
         library, call = built["module"].partition(".")[0], f"{built['module']}:{built['name']}"
         name = {"torchvision": built["name"], "timm": arguments.get("model_name")}.get(library)
         network = {"use": call, **arguments} if name is None else {"use": library, "name": name}
-        left_out = [] if name else [k for k in built["arguments"] if k not in arguments]
+        known = arguments if name is None else CHOSEN
+        left_out = [k for k in built["arguments"] if k not in known]
         found.append((network, f"the app calls {call}", left_out))
     return sorted(found, key=lambda each: len(each[2]))
 

@@ -150,7 +150,7 @@ class AppGrid(Grid):
         if asked > TRIES and self._here < len(self._contexts):
             self._here = min(2 * self._here, len(self._contexts))
             self._asked.clear()
-        elif asked > 20 * TRIES:
+        elif sum(self._asked.values()) > 20 * TRIES:
             raise SpecError(
                 f"the app waits for more than {len(self._contexts)} clients: raise --clients, or lower the app's minimum with "
                 "--set KEY=VALUE"

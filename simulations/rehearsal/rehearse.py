@@ -182,6 +182,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         return refused
     shared = set.intersection(*({row["round"] for row, _ in own} for own in uploads.values()))
     attacked = [*uploads] if shared else [*uploads][:1]
+    first = uploads[attacked[0]][0][1]
     public = [node for node in nodes if node not in attacked]
     rounds = max(row["round"] for row in recorded)
     write_draft(draft, observed, attacked, public, form, target, rounds, files, whole)

@@ -8,7 +8,8 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +148,24 @@ def _given(built: Built) -> dict[str, Any]:
 
 
 def _written(value: object) -> object:
-    """Return an object as JSON has it: the simple fields of settings as a table; None if a scenario cannot have it."""
+    """Return an object as JSON has it: the fields of settings as a table; None if a scenario cannot have it."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Path | torch.device):
         return str(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if not is_dataclass(value) or isinstance(value, type):
-        return None
-    found = {each.name: getattr(value, each.name, None) for each in fields(value)}
-    return {name: v for name, v in found.items() if isinstance(v, bool | int | float | str | list | tuple)}
+    with suppress(Exception):  # of the app's own classes
+        if isinstance(value, Mapping):
+            return dict(value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return {each.name: getattr(value, each.name) for each in fields(value) if _is_told(each, value)}
+    return None
+
+
+def _is_told(each: "Field[Any]", settings: object) -> bool:
+    """Check if a field is simple, or has another value than its default; an object that each instance makes has none."""
+    value = getattr(settings, each.name)
+    simple = isinstance(value, bool | int | float | str | list | tuple)
+    return simple or (value is not each.default and each.default_factory is MISSING)
 
 
 if __name__ == "__main__":

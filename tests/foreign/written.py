@@ -459,11 +459,28 @@ class Sized(Net):
         "network": "Activated(nn.Tanh)",
         "start": "Activated(nn.Tanh).state_dict()",
     },
+    "set_by_a_class": {
+        "imports": "from dataclasses import dataclass\n\n",
+        "further": """@dataclass
+class Settings:
+    activation: type = nn.ReLU
+
+
+class Chosen(Net):
+    def __init__(self, settings):
+        super().__init__(3)
+        self.body[1] = settings.activation()
+
+
+""",
+        "network": "Chosen(Settings(nn.Tanh))",
+        "start": "Chosen(Settings(nn.Tanh)).state_dict()",
+    },
     "odd_arguments": {
         "imports": "from pathlib import Path\n\nimport numpy as np\n",
         "further": """class Odd(Net):
-    def __init__(self, width, options, parts, name, device, seed=None, activation=None):
-        if options or "  " not in str(name) or torch.device(device).type != "cpu" or seed is not None:
+    def __init__(self, width, table, parts, rows, name, device, seed=None, activation=None):
+        if table or rows[0]["wide"] != [1, 2] or "  " not in str(name) or torch.device(device).type != "cpu" or seed is not None:
             width = 1
         super().__init__(width + parts["first"]["width more"])
         activation = activation or nn.ReLU
@@ -471,8 +488,10 @@ class Sized(Net):
 
 
 """,
-        "network": "Odd(np.int64(2), {}, {'first': {'width more': 1}}, Path('two  spaces'), torch.device('cpu'))",
-        "start": "Odd(2, {}, {'first': {'width more': 1}}, '  ', 'cpu').state_dict()",
+        "network": """Odd(
+        np.int64(2), {}, {"first": {"width more": 1}}, [{"wide": [1, 2]}], Path("two  spaces"), torch.device("cpu")
+    )""",
+        "start": "Odd(2, {}, {'first': {'width more': 1}}, [{'wide': [1, 2]}], '  ', 'cpu').state_dict()",
     },
     "doubled_inside": {
         "further": "def network():\n    torch.set_default_dtype(torch.float64)\n    return Net()\n\n\n",

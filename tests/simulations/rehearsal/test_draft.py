@@ -8,7 +8,7 @@ import torch
 
 from fedgauge.attacks.base import Observation
 from fedgauge.simulations.rehearsal import rehearse
-from fedgauge.simulations.rehearsal.draft import Draft, check_reported, layers_of
+from fedgauge.simulations.rehearsal.draft import Draft, _networks, check_reported, layers_of
 
 
 @pytest.mark.parametrize(("examples", "noted"), [(200, []), (4000, ["examples"])])
@@ -18,6 +18,13 @@ def test_as_many_steps_as_examples_are_no_batches(examples: int, noted: list[str
     draft.add("[data]", "observed", batch_size=examples)
     check_reported(draft, 200, facts)
     assert [problem.code for problem in draft.problems] == noted
+
+
+def test_a_librarys_network_lacks_what_its_component_has_no_argument_for() -> None:
+    arguments = {"model_name": "resnet18", "num_classes": 10, "act_layer": None}
+    built = [{"module": "timm.models", "name": "create_model", "arguments": arguments}]
+    ((network, _, left_out),) = _networks({"built": built}, SimpleNamespace(language=None))  # type: ignore[arg-type]
+    assert (network, left_out) == ({"use": "timm", "name": "resnet18"}, ["act_layer"])
 
 
 def test_frozen_layers_are_named_as_a_whole() -> None:

@@ -173,6 +173,7 @@ def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: P
         pytest.param("sequences", "labels", marks=FULL),
         pytest.param("trees", "network", marks=FULL),
         pytest.param("functional", "network", marks=FULL),
+        pytest.param("set_by_a_class", "network", marks=FULL),
         pytest.param("meta", "unread", marks=FULL),
         pytest.param("linear", "network", marks=FULL),
         pytest.param("scripted", "network", marks=FULL),
