@@ -56,16 +56,18 @@ def compute_on(device: torch.device, precision: Precision = "ieee", deterministi
 
 
 def described(device: torch.device, name: str, precision: Precision = "ieee", deterministic: bool = True) -> str:
-    """Describe how results were computed, such as "cuda:0 NVIDIA H100, float32 (IEEE)".
+    """Describe how results were computed, such as "cuda:0 NVIDIA H100, float32 (IEEE), torch 2.13.0".
 
     Args:
         name: of the device in results.
         deterministic: False if operators without a deterministic algorithm were allowed.
     """
     if device.type != "cuda":
-        return f"{name} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}, float32 (IEEE)"
-    products = "float32 (IEEE)" if precision == "ieee" else "TF32 products"
-    words = f"{name} {torch.cuda.get_device_name(device)}, {products}"
+        own = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, float32 (IEEE)"
+    else:
+        products = "float32 (IEEE)" if precision == "ieee" else "TF32 products"
+        own = f"{torch.cuda.get_device_name(device)}, {products}"
+    words = f"{name} {own}, torch {torch.__version__}"
     return words if deterministic else f"{words}, operators that may change the last bits"
 
 

@@ -33,7 +33,11 @@ def read_figures(path: Path) -> Mapping[str, Any]:
     Raises:
         SpecError: it is none.
     """
-    return read_results(path if path.exists() else next(PAPERS.glob(f"*/results/{path}.json"), path))
+    kept = {each.stem: each for each in PAPERS.glob("*/results/*.json")}
+    if not path.exists() and str(path) not in kept:
+        known = ", ".join(sorted(kept))
+        raise SpecError(f"{path}: write it with fedgauge reproduce NAME --output FILE, or name kept figures: {known}")
+    return read_results(path if path.exists() else kept[str(path)])
 
 
 def figures_table(rows: list[ComparedFigure], caption: str = "") -> Table:

@@ -158,7 +158,8 @@ def compared_figures(
     if outcome.failed:
         note += f"{'; ' * bool(note)}{outcome.failed} of {len(outcome.iterations)} attacks failed"
         if not spec.metric:
-            note += f", graded as {BLANK.get(modality_measured(outcome.scores.metrics), 'zeros')}"
+            kinds = modality_measured(outcome.scores.metrics).__mro__
+            note += f", graded as {next((BLANK[kind] for kind in kinds if kind in BLANK), 'zeros')}"
         note += "".join(f": {reason}" for reason in outcome.reasons[:1])
     against = spec.against
     if against == STRONGEST:

@@ -181,7 +181,8 @@ def test_an_operator_without_equal_bits_is_allowed_and_that_is_on_record(
     serve(run, LocalExecutor(torch.device("cuda", 0), "tf32"))
     assert asked[:2] == [("cuda", True), ("cuda", False)]
     with run.ledger() as ledger:
-        assert ledger.devices() == ["cuda:0 H100, TF32 products, operators that may change the last bits"]
+        version = f"torch {torch.__version__}"
+        assert ledger.devices() == [f"cuda:0 H100, TF32 products, {version}, operators that may change the last bits"]
         assert ledger.reasons() == []
 
 
