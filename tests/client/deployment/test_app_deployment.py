@@ -137,8 +137,10 @@ def test_secret_sampling_trains_on_other_rows_in_each_run(write: Write) -> None:
         found = ClientFolder(path.parent / "state").drawn(run, 1)
         assert found is not None and found.run == run
         drawn.append(found.rows)
-    agreed = tuple(Federation(protocol()).rows_at(1, 1).tolist())
+    fed = Federation(protocol())
+    agreed = tuple(fed.rows_at(1, 1).tolist())
     assert len({*drawn, agreed}) == 4
+    assert {row for rows in drawn for row in rows} <= set(fed.shards.indices[1].tolist()), "of its own examples"
 
 
 # -------------------------------------------------------------------------------------------------- what is not done for a server

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
@@ -73,13 +73,37 @@ def by_hand(scenario: Scenario, rounds: int = 3) -> dict[str, Tensor]:
     return params
 
 
+def alone(kit: Any, scenario: Scenario, rounds: int) -> dict[str, Tensor]:
+    """The trained weights of a strategy without a door or a recorder: clients' weights in order, as float32."""
+    params, _ = Federation(scenario.protocol).initial()
+    network, strategy = kit.grid(scenario), strategy_of(scenario)
+    for round in range(1, rounds + 1):
+        asked = strategy.configure_train(round, ArrayRecord(params), ConfigRecord(), network)
+        replies = sorted(network.send_and_receive(asked), key=lambda m: network.nodes[m.metadata.src_node_id])
+        for reply in replies:
+            update = reply.content.array_records.pop("update").to_torch_state_dict()
+            reply.content["arrays"] = ArrayRecord({k: params[k] + update[k] for k in params})
+        arrays, _ = strategy.aggregate_train(round, replies)
+        assert arrays is not None
+        params = {k: t.float() for k, t in arrays.to_torch_state_dict().items()}
+    return params
+
+
 @pytest.mark.parametrize("use", USES)
-def test_strategies_train_in_float32_and_do_not_depend_on_arrival_or_node_ids(kit: Any, use: str) -> None:
+def test_strategies_train_in_float32_and_do_not_depend_on_arrival_node_ids_or_recording(
+    kit: Any, use: str, tmp_path: Path
+) -> None:
     scenario = scenario_of(kit, use)
     trained = train(kit, scenario, rounds=2, draw=0)
     assert all(t.dtype == torch.float32 and torch.isfinite(t).all() for t in trained.values())
     assert distance(trained, Federation(scenario.protocol).initial()[0]) > 1e-5, "nothing was trained"
-    assert identical(trained, train(kit, scenario, rounds=2, draw=1))
+    with Ledger(tmp_path / "ledger.sqlite", create=True) as ledger:
+        ledger.add_attacks(scenario.plan, {p.name: "" for p in scenario.plan.attacks})
+        tap = UpdateRecorder(ledger, Tape(tmp_path / "tape"), scenario.plan)
+        seen = train(kit, scenario, lambda inner, b, g: CheckedStrategy(inner, tap, b, 1, dict(g.nodes)), 2, draw=1)
+        assert ledger.progress().total
+    assert identical(trained, seen)
+    assert identical(trained, alone(kit, scenario, 2))
 
 
 @pytest.mark.product

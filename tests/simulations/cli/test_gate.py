@@ -53,8 +53,10 @@ def test_a_run_that_leaks_fails_and_a_higher_threshold_holds(attacked: Run, caps
 
 
 def test_unmeasured_metrics_do_not_pass(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gate(str(attacked.folder), "--fail-above", "membership=.7", "--fail-above", "psnr=60") == 3
-    assert "--attack membership" in capsys.readouterr().out
+    tested = ("membership", "dataset_membership")
+    asked = [word for metric in tested for word in ("--fail-above", f"{metric}=.7")]
+    assert gate(str(attacked.folder), *asked, "--fail-above", "psnr=60") == 3
+    assert re.findall(r"--attack (\w+)", capsys.readouterr().out) == ["membership", "membership_over_rounds"]
     assert gate(str(attacked.folder), "--fail-above", "epsilon=1") == 3
 
 

@@ -85,7 +85,9 @@ class Leaving(OwnedGrid):
 
         child = forked(work)
         there.close()
+        assert here.poll(60)
         reply = message_from_proto(ProtoMessage.FromString(here.recv_bytes()))
+        assert here.poll(60)
         self._contexts[node] = context_from_proto(ProtoContext.FromString(here.recv_bytes()))
         child.join()
         return reply

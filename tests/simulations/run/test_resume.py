@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import uuid
 from collections import Counter
 from contextlib import suppress
@@ -148,8 +149,15 @@ def test_a_run_that_never_began_a_round_begins(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- with real Flower
 
 OWN = """
+from pathlib import Path
 from torch import nn
 from torch.nn import functional as F
+from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.data.images import mnist5k
+
+def stored(path: Path) -> Dataset:
+    assert path.name == "data" and path.is_dir()
+    return mnist5k()
 
 def small(shape, classes, hidden: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, classes))
@@ -157,7 +165,11 @@ def small(shape, classes, hidden: int) -> nn.Module:
 def entropy(logits, labels, scale: float = 1.0):
     return scale * F.cross_entropy(logits, labels)
 """
-OWN_PARTS = {"model": {"use": "mynets:small", "hidden": 16}, "loss": {"use": "mynets:entropy", "scale": 0.5}}
+OWN_PARTS = {
+    "data": TABLES["data"] | {"use": "mynets:stored", "path": "data"},
+    "model": {"use": "mynets:small", "hidden": 16},
+    "loss": {"use": "mynets:entropy", "scale": 0.5},
+}
 
 
 @pytest.mark.full
@@ -168,13 +180,16 @@ def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
 ) -> None:
     """SIGKILL of driver, ServerApp, clients and attack service, all at once.
 
-    Model and loss are the user's: Flower's copy of the app, its Ray workers and the attack service load them elsewhere.
+    Data, model and loss are the user's: Flower's copy of the app, its Ray workers and the attack service load them elsewhere.
+    The data's path is relative to where the command was called.
     """
     ours = uuid.uuid4().hex
     monkeypatch.setenv("FEDGAUGE_TEST", ours)
     tables = TABLES | OWN_PARTS | {"simulation": {"parallel_clients": 1}, "audit": {"executor": "ray", "workers": 1}}
     (tmp_path / "small.toml").write_text(tomli_w.dumps(tables))
     (tmp_path / "mynets.py").write_text(OWN)
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
     with allowing(["mynets"], [tmp_path]):
         whole = create_run(Scenario.from_tables(tables), tmp_path / "whole")
         in_memory.train(whole)
@@ -198,6 +213,7 @@ def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
         driver.wait()
     run = Run.open(path.parent)
     assert not run.model.exists()
+    assert Path(tomllib.loads((run.folder / "scenario.toml").read_text())["data"]["path"]) == tmp_path / "data"
     wait_for(lambda: run.holder("server") is None)  # a process that dies gives up its locks last
     reached = last_round(path)
     assert 1 <= reached < 4
