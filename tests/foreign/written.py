@@ -182,7 +182,7 @@ optimizer.step()""",
 
 """,
         "network": "Steps()",
-        "optimizer": """groups = [{"params": net.head.parameters()}, {"params": net.levels.parameters(), "lr": 0.01}]
+        "optimizer": """groups = [{"params": net.head.parameters()}, {"params": net.levels.parameters(), "lr": 1.0}]
     optimizer = torch.optim.SGD(groups, lr=0.1)""",
         "start": "Steps().state_dict()",
     },
@@ -956,6 +956,8 @@ optimizer.step()""",
         "server": PLAIN["server"].replace("0.0", "0.0, min_available_nodes=1000"),
     },
 }  # fmt: skip
+GROUPS = SHAPES["groups_of_steps"]
+SHAPES["close_groups"] = {**GROUPS, "optimizer": GROUPS["optimizer"].replace("1.0", "0.08")}
 
 
 def source(name: str) -> str:

@@ -131,6 +131,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("activated", "arguments", False, marks=FULL),
         pytest.param("groups", "groups", False, marks=FULL),
         pytest.param("groups_of_steps", "groups", False, marks=FULL),
+        pytest.param("close_groups", "groups", False, marks=FULL),
         pytest.param("warmed_up", "schedule", False, marks=FULL),
         pytest.param("phased", "rounds", True, marks=FULL),
         pytest.param("by_phases", "turns", False, marks=FULL),
