@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.run import in_memory, processes
@@ -79,17 +78,15 @@ def _a_run(folder: Path, number: int, draw: random.Random, victims: list[str], w
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the run did not end: {log.read_text()[-2000:]}")
             if run is not None:
-                command = _to_continue(run)
+                command = _to_continue(run.parent)
     finally:
         for pid in processes.marked(mark, MARK):
             _kill(pid)
 
 
-def _to_continue(ledger: Path) -> list[str]:
-    """The command that continues a run, as the run itself says."""
-    with Ledger(ledger) as open_ledger:
-        trained = open_ledger.meta().get("state") == "trained"
-    return ["audit", str(ledger.parent)] if trained else ["run", "--resume", str(ledger.parent)]
+def _to_continue(folder: Path) -> list[str]:
+    """The command that continues a run: one with a model is trained, also where it was killed before it could say so."""
+    return ["audit", str(folder)] if Run.open(folder).model.exists() else ["run", "--resume", str(folder)]
 
 
 def _disturb(
