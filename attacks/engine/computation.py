@@ -261,9 +261,8 @@ class LayerCallRecorder(TorchFunctionMode):
         super().__init__()
         self.calls: list[LayerCall] = []
         self.names = {id(p): name for name, p in params.items()}
-        self.transposed: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # weights by the id of their transpose, which is kept, too
+        # weights by the id of their transpose, which is kept as well
+        self.transposed: dict[int, tuple[Tensor, Tensor]] = {}
         self.products: dict[int, tuple[Tensor, int]] = {}  # of a bias yet to be added: result and number of the call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
