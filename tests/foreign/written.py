@@ -692,7 +692,8 @@ for name, p in net.named_parameters():
 
 
 """,
-        "load": 'net.load_state_dict(torch.load(io.BytesIO(message.content["packed"]["weights"])))',  # a user's app; loads weights only
+        # a user's app; weights only are loaded
+        "load": 'net.load_state_dict(torch.load(io.BytesIO(message.content["packed"]["weights"])))',
         "upload": "{}",
         "records": ', "packed": packed(net.state_dict())',
         "server": """for node in grid.get_node_ids():
