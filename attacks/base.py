@@ -18,8 +18,7 @@ from fedgauge.client.data.dataset import by_channel
 from fedgauge.client.gradient import StochasticLayer, gradient
 from fedgauge.client.label_kinds import LabelKind
 from fedgauge.client.models.columns import Columns
-from fedgauge.client.transforms import per_example
-from fedgauge.client.update import Batch, Loss, Params, Transform, Update, UpdateFn, average
+from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
 
 Stream = Callable[..., Generator]  # stream("start", restart): a separate generator for each purpose of one observation
 Streams = Sequence[Stream]  # one for each observation of a wave, in order
@@ -143,7 +142,7 @@ class Knowledge:
 
         If it is given a generator, it draws what has no noise-free form: some random links, and layers that draw noise.
         """
-        return self._chained(gradient(self.model, self.loss, normalise=self.normalise, plain=self.plain))
+        return self.chain.mean(gradient(self.model, self.loss, normalise=self.normalise, plain=self.plain))
 
     @property
     def public(self) -> Batch:
@@ -156,9 +155,6 @@ class Knowledge:
         if self.auxiliary is None or count < least:
             raise ValueError(f"it needs {least} auxiliary examples, and there are {count}: {remedy}")
         return self.auxiliary
-
-    def _chained(self, compute: UpdateFn) -> UpdateFn:
-        return (per_example_loop(self.chain.mean) if self.plain else self.chain.mean)(compute)
 
     def given(self, noise: Mapping[str, Tensor]) -> UpdateFn:
         """`forward` with fixed noise for the model's stochastic layers: by layer name, (steps, examples of a step, numbers)."""
@@ -178,7 +174,7 @@ class Knowledge:
                     for layer in layers.values():
                         layer.noise = None
 
-            return self._chained(step)(params, batch, rng)
+            return self.chain.mean(step)(params, batch, rng)
 
         return client
 
@@ -222,25 +218,6 @@ class Knowledge:
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         mean, std = (by_channel(v, len(self.shape), like) for v in (self.mean, self.std))
         return mean, std
-
-
-class _one_after_the_other(per_example):
-    def __call__(self, compute: UpdateFn) -> UpdateFn:
-        defended = self.inner(compute)
-
-        def mean(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            pairs = zip(batch.x, batch.y, strict=True)
-            updates = [defended(params, Batch(x[None], y[None]), rng) for x, y in pairs]
-            return average(updates, [1] * len(updates))
-
-        return mean
-
-
-def per_example_loop(link: Transform) -> Transform:
-    """The same transform without vmap, which refuses some models, in the links that take examples one by one."""
-    if isinstance(link, Chain):
-        return Chain(tuple(per_example_loop(part) for part in link.links))
-    return _one_after_the_other(per_example_loop(link.inner)) if isinstance(link, per_example) else link
 
 
 @dataclass(frozen=True)
