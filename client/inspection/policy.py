@@ -4,7 +4,6 @@ It knows the network and the weights of its last round. Its examples take no par
 """
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,34 +19,6 @@ WITHHELD = 111  # the error code of an answer that a guard withholds
 MOST_APART = 5  # rounds that can explain a jump: the server says how many have passed
 REASON = "withheld by the client's guard"  # the same for every cause
 Mode = Literal["off", "log", "warn", "refuse"]
-
-
-def inspect(
-    model: nn.Module,
-    params: Params,
-    previous: Params | None,
-    apart: int = 1,
-    agreed: str = "",
-    rng: Generator | None = None,
-) -> DetectorResults:
-    """Run every detector on weights before training on them; no argument is changed.
-
-    Args:
-        previous: the weights of an earlier round, None before the first; apart: rounds since then.
-        agreed: `fingerprint` of the network that was agreed on; "": any.
-        rng: samples the rows of large matrices; None: the client's own entropy. A server that could predict the sample
-            would put its rows elsewhere.
-    """
-
-    def findings() -> Iterator[DetectorResult]:
-        if agreed:
-            met = fingerprint(model)
-            words = f"its fingerprint is {met}, the agreed one is {agreed}"
-            yield DetectorResult("architecture", "", float(met != agreed) * 2, words)
-        tables = (n for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
-        yield from inspect_weights(params, previous, apart, frozenset(f"{name}.weight" for name in tables), rng)
-
-    return DetectorResults.of(findings())
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -81,7 +52,8 @@ class InspectionPolicy:
         It keeps the first network's fingerprint and the last weights that raised no alarm: no more than a model.
 
         Args:
-            rng: as for `inspect`.
+            rng: samples the rows of large matrices; None: the client's own entropy. A server that could predict the sample
+                would put its rows elsewhere.
         """
         if self.inspect == "off":
             return DetectorResults(())
@@ -89,9 +61,16 @@ class InspectionPolicy:
         apart = min(max(round - int(memory.get(_ROUND, 0)), 1), MOST_APART)
         # of another network there is nothing to compare: the fingerprint reports it
         alike = {k: t.shape for k, t in previous.items()} == {k: t.shape for k, t in params.items()}
-        met = torch.tensor(list(fingerprint(model).encode()), dtype=torch.uint8)
-        agreed = self.architecture or bytes(memory.setdefault(FIRST_NETWORK, met).tolist()).decode()
-        found = inspect(model, params, previous if alike else None, apart, agreed, rng)
+        met = fingerprint(model)
+        first = memory.setdefault(FIRST_NETWORK, torch.tensor(list(met.encode()), dtype=torch.uint8))
+        agreed = self.architecture or bytes(first.tolist()).decode()
+        words = f"its fingerprint is {met}, the agreed one is {agreed}"
+        network = DetectorResult("architecture", "", float(met != agreed) * 2, words)
+        tables = {
+            f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+        }
+        weights = inspect_weights(params, previous if alike else None, apart, tables, rng)
+        found = DetectorResults.of([network, *weights])
         if not found.alarms:
             for name in [k for k in memory if k.startswith(_WEIGHTS)]:
                 del memory[name]

@@ -1,7 +1,7 @@
 """Results of detectors: a score for each layer, and the threshold of an alarm."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 LARGEST = 1e6  # scores that are larger, or not finite, become this
@@ -43,7 +43,7 @@ class DetectorResults:
     results: tuple[DetectorResult, ...]
 
     @classmethod
-    def of(cls, findings: Iterator[DetectorResult]) -> "DetectorResults":
+    def of(cls, findings: Iterable[DetectorResult]) -> "DetectorResults":
         """The worst of each detector."""
         worst: dict[str, DetectorResult] = {}
         for finding in findings:

@@ -1,7 +1,7 @@
 """Detectors that read only weights: rows, sparsity, and changes since the last round."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import torch
 from torch import Generator, Tensor
@@ -20,7 +20,7 @@ def inspect_weights(
     params: Params,
     previous: Params | None,
     apart: int = 1,
-    tables: frozenset[str] = frozenset(),
+    tables: Set[str] = frozenset(),
     rng: Generator | None = None,
 ) -> Iterator[DetectorResult]:
     """Results of the detectors that need no example; tables: names of embeddings, since their rows are not units."""
@@ -36,7 +36,7 @@ def inspect_weights(
         yield from _jumps(params, previous, apart)
 
 
-def _matrices(params: Params, tables: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+def _matrices(params: Params, tables: Set[str]) -> Iterator[tuple[str, Tensor]]:
     """Every layer's weight (units, inputs) that has at least two units."""
     for name, t in params.items():
         if t.dim() >= 2 and len(t) >= 2 and name not in tables and t[0].numel() >= FEWEST:

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedgauge.client.inspection.policy import FIRST_NETWORK, InspectionPolicy, fingerprint, inspect
+from fedgauge.client.inspection.policy import FIRST_NETWORK, InspectionPolicy, fingerprint
 from fedgauge.client.inspection.results import THRESHOLDS
 from fedgauge.client.models.vision import convnet, detached_params, lenet, mlp, resnet20
 from fedgauge.client.transforms import TransformState
-from tests.client.inspection.probing import CLASSES, SHAPE, alarmed, network, with_
+from tests.client.inspection.probing import CLASSES, SHAPE, alarmed, inspect, network, with_
 
 
 @pytest.mark.parametrize("build", [mlp, lenet, convnet, resnet20])

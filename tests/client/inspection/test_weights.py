@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedgauge.client.inspection.policy import inspect
 from fedgauge.client.inspection.results import DetectorResults
 from fedgauge.client.inspection.weights import MOST_ROWS, inspect_weights
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Params
-from tests.client.inspection.probing import CLASSES, alarmed, network, score, with_
+from tests.client.inspection.probing import CLASSES, alarmed, inspect, network, score, with_
 
 
 @given(scale=st.floats(1e-3, 1e3), share=st.floats(0.2, 1.0))
