@@ -180,15 +180,30 @@ def llg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | No
     return _labels(counts)
 
 
-def ilrg(update: Update, params: Params, known: Knowledge) -> Tensor:
+def ilrg(
+    update: Update, params: Params, known: Knowledge, outputs: Outputs | None = None, averaged: bool = False
+) -> Tensor:
     """Labels (B,) with repeats: instance-wise label restoration (Ma et al., iLRG, ICLR 2023).
 
     The mean feature of a class is estimated by e_j = dW_j / db_j, its mean prediction by p_j = softmax(W e_j + b); the
     counts k >= 0 with sum B solve sum_j k_j (p_j[i] - [i = j]) = B db_i. Unlike in the paper, an e_j with a small
     denominator shrinks to the common mean, and db has an unknown scale unless the chain passes a gradient of this size
     unchanged: its direction determines k, since k is integer and mostly zero.
+
+    Args:
+        outputs: under another loss than the cross-entropy.
+        averaged: by the average of the systems before and after local training.
     """
-    return _restored(update, params, known)
+    weight, bias = _gradient(update, known)
+    if bias is None:
+        raise NotRestored(f"iLRG reads the classifier's bias gradient, and {_classifier(known)[0]!r} has none")
+    if not (_telling(weight, bias) and bias.any()):
+        return _even(known)
+    before, after = _systems(update, params, known, outputs)
+    system = ((before + after) / 2 if averaged else before).numpy()
+    if literal(update, params, known) and is_mean(known.loss, known.classes, known.label_kind):
+        return _labels(_counts(system, (bias * (known.batch_size / known.scale)).numpy(), known.batch_size))
+    return _labels(_counts_of_direction(system, bias.numpy(), known.batch_size))
 
 
 def fedavg(update: Update, params: Params, known: Knowledge) -> Tensor:
@@ -196,9 +211,7 @@ def fedavg(update: Update, params: Params, known: Knowledge) -> Tensor:
 
     A single step's gradient is taken before training only, so there it equals iLRG.
     """
-    if known.chain.local.one_gradient:
-        return ilrg(update, params, known)
-    return _restored(update, params, known, averaged=True)
+    return ilrg(update, params, known, averaged=not known.chain.local.one_gradient)
 
 
 def assignments(labels: Tensor, size: int, most: int, rng: Generator, epochs: int = 1) -> Tensor:
@@ -245,7 +258,7 @@ def _is_pair(known: Knowledge) -> bool:
 
 def _solved(update: Update, params: Params, known: Knowledge, outputs: Outputs, dummies: "Dummies") -> Tensor:
     if known.batch_size > 1 and type(known.label_kind) in (LabelKind, Binary):
-        return _restored(update, params, known, outputs)
+        return ilrg(update, params, known, outputs)
     of_weight, of_bias = _classifier(known)
     weight, bias = (None if k not in update else -_exact(update[k]) / known.scale for k in (of_weight, of_bias))
     layer, offset = _exact(params[of_weight]), _exact(params.get(of_bias, torch.zeros(1)))
@@ -332,22 +345,6 @@ class Dummies:
         if _is_pair(known):
             return features, torch.cat([-outs, outs], 1).mul(0.5).softmax(1)
         return _of_logits(features, known, self.params, _exact(logits)), _exact(logits).softmax(1)
-
-
-def _restored(
-    update: Update, params: Params, known: Knowledge, outputs: Outputs | None = None, averaged: bool = False
-) -> Tensor:
-    """iLRG, by the system before local training or the average of those before and after; outputs: under another loss."""
-    weight, bias = _gradient(update, known)
-    if bias is None:
-        raise NotRestored(f"iLRG reads the classifier's bias gradient, and {_classifier(known)[0]!r} has none")
-    if not (_telling(weight, bias) and bias.any()):
-        return _even(known)
-    before, after = _systems(update, params, known, outputs)
-    system = ((before + after) / 2 if averaged else before).numpy()
-    if literal(update, params, known) and is_mean(known.loss, known.classes, known.label_kind):
-        return _labels(_counts(system, (bias * (known.batch_size / known.scale)).numpy(), known.batch_size))
-    return _labels(_counts_of_direction(system, bias.numpy(), known.batch_size))
 
 
 def _systems(update: Update, params: Params, known: Knowledge, outputs: Outputs | None = None) -> tuple[Tensor, Tensor]:

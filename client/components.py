@@ -162,7 +162,8 @@ def build(
             user's component that returns something else than it should.
     """
     arguments = {k: v for k, v in table.items() if k != "use"}
-    built = call_checked(resolve(table, where, kind), arguments, where, offered, more_keys)
+    target = resolve(table, where, kind)
+    built = call(target, check_arguments(target, arguments, where, offered, more_keys), where)
     if not isinstance(built, kind.outside or kind.type):
         raise SpecError(f"{where}: {table['use']!r} gave {type(built).__name__}, expected {_named(kind.type)}")
     return built
@@ -184,17 +185,6 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
         elif not isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
             raise
         raise SpecError(f"{where}: {words}") from error
-
-
-def call_checked(
-    target: Callable[..., Any],
-    arguments: Table,
-    where: str,
-    offered: Mapping[str, Any] | None = None,
-    more_keys: Sequence[str] = (),
-) -> Any:
-    """`call` with arguments that `check_arguments` has checked and completed."""
-    return call(target, check_arguments(target, arguments, where, offered, more_keys), where)
 
 
 def own_line(error: BaseException) -> str:
@@ -427,7 +417,7 @@ def settings_of(kind: type[Settings], value: Any, where: str, more_keys: Sequenc
     Raises:
         SpecError: the table does not fit.
     """
-    found: Settings = call_checked(kind, coerce(value, dict, where), where, more_keys=more_keys)
+    found: Settings = call(kind, check_arguments(kind, coerce(value, dict, where), where, more_keys=more_keys), where)
     return found
 
 

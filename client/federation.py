@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedgauge.client.chain import Chain, trained_on
-from fedgauge.client.components import ComponentKind, SpecError, build, call, call_checked, coerce, errors_in
+from fedgauge.client.components import ComponentKind, SpecError, build, call, check_arguments, coerce, errors_in
 from fedgauge.client.data.batches import Shards, batch_of, split
 from fedgauge.client.data.canary_examples import with_canary_examples
 from fedgauge.client.data.dataset import Dataset
@@ -99,7 +99,8 @@ class Federation:
         except Exception as error:  # fields of a user's making may be of any type
             raise SpecError(f"[data]: {table['use']}: {type(error).__name__}: {error}") from error
         fixed = {"dataset": dataset, "clients": self.protocol.clients, "seed": self.protocol.seed}
-        shards: Shards = call_checked(split, {k: v for k, v in table.items() if k in own}, "[data]", fixed)
+        given = {k: v for k, v in table.items() if k in own}
+        shards: Shards = call(split, check_arguments(split, given, "[data]", fixed), "[data]")
         shards = replace(shards, dataset=dataset.in_units_of(shards.auxiliary))
         if each := self.protocol.canary_examples:
             planted = {"clients": self.protocol.canary_clients, "each": each, "coins": self.protocol.coins}

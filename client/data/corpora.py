@@ -106,7 +106,8 @@ def csv(
         labels, count, names = _classes(path, label, [row[1] for row in kept], classes)
     rows = [(row[0], y) for row, y in zip(kept, labels, strict=True)]
     corpus = _corpus(rows, held_out(len(rows), test, path).tolist())
-    found = _text(path.stem, corpus, count, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+    words = _tokenizer(corpus, tokenizer, tokenizer_folder, vocabulary)
+    found = _text(path.stem, corpus, count, words, length, task, longer)
     fitted = ("classes",) if task == "classification" and classes is None else ()
     own = ("tokenizer",) if tokenizer == WORDPIECE and tokenizer_folder is None else ()
     return replace(found, names=names, fitted=(*fitted, *own))
@@ -172,7 +173,9 @@ def _labelled(
         task: Task = "classification",
         longer: Longer = "cut",
     ) -> Text:
-        found = _text(name, read(), 2, length, tokenizer, tokenizer_folder, vocabulary, task, longer)
+        corpus = read()
+        own = _tokenizer(corpus, tokenizer, tokenizer_folder, vocabulary)
+        found = _text(name, corpus, 2, own, length, task, longer)
         return replace(found, names=classes if task == "classification" else ())
 
     dataset.__name__ = dataset.__qualname__ = name  # its name in scenarios
@@ -242,19 +245,8 @@ def wikitext2(
     return Text("wikitext2", x, x, x_test, x_test, words.size, (), (), words, "next_token")
 
 
-def _text(
-    name: str,
-    corpus: Corpus,
-    classes: int,
-    length: int,
-    tokenizer: str,
-    folder: Path | None,
-    vocabulary: int,
-    task: Task,
-    longer: Longer,
-) -> Text:
+def _text(name: str, corpus: Corpus, classes: int, words: Tokenizer, length: int, task: Task, longer: Longer) -> Text:
     """The sentences as token ids, each sentence once and none empty."""
-    words = _tokenizer(corpus, tokenizer, folder, vocabulary)
     start, end = words.frame(task)
     room = length - len(start) - len(end)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedgauge.client.chain import Chain
-from fedgauge.client.components import SpecError, Table, call_checked, errors_in, settings_of
+from fedgauge.client.components import SpecError, Table, call, check_arguments, errors_in, settings_of
 from fedgauge.client.data.batches import Shards, split
 from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.client.deployment.secure_sum import PairwiseMasking
@@ -66,7 +66,8 @@ class DeployedClient(Federation):
         size, seed = owner.draw.batch_size, self.protocol.seed
         if not owner.draw.whole:
             fixed = {"dataset": data, "clients": clients, "seed": seed}
-            dealt: Shards = call_checked(split, {**owner.split, "batch_size": size}, "[data]", fixed)
+            given = check_arguments(split, {**owner.split, "batch_size": size}, "[data]", fixed)
+            dealt: Shards = call(split, given, "[data]")
             return dealt
         if len(data.y) < size:
             raise SpecError(f"[data]: {data.name} has {len(data.y)} images, fewer than batch_size {size}")

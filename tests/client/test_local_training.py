@@ -12,7 +12,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from fedgauge.client.chain import chain
-from fedgauge.client.components import SpecError, call_checked
+from fedgauge.client.components import SpecError, call, check_arguments
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import LocalTraining, local_sgd, local_training
@@ -171,7 +171,11 @@ def test_a_shuffled_epoch_has_every_example_once_in_an_order_of_the_clients_own(
 )
 def test_a_training_without_sense_is_refused(training: Callable[..., Any], arguments: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=list(arguments)[-1]):
-        call_checked(training, {"rate": 0.1, **arguments}, "[[chain]] #1", {"examples": 4})
+        call(
+            training,
+            check_arguments(training, {"rate": 0.1, **arguments}, "[[chain]] #1", {"examples": 4}),
+            "[[chain]] #1",
+        )
 
 
 def test_no_epsilon_is_claimed_where_none_holds() -> None:

@@ -17,7 +17,7 @@ from fedgauge.attacks.engine.computation import classifier
 from fedgauge.attacks.exact.analytic import analytic
 from fedgauge.attacks.modality.image_metrics import psnr
 from fedgauge.client.chain import chain
-from fedgauge.client.components import SpecError, call_checked
+from fedgauge.client.components import SpecError, call, check_arguments
 from fedgauge.client.federation import Federation
 from fedgauge.client.gradient import StochasticLayer, gradient
 from fedgauge.client.local_training import local_sgd
@@ -128,7 +128,11 @@ def test_the_bottleneck_precedes_the_named_layer() -> None:
 )
 def test_invalid_arguments_are_refused(model: nn.Module, arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(SpecError, match=name):
-        call_checked(precode, arguments, "[[model.defense]] #1", {"model": model})
+        call(
+            precode,
+            check_arguments(precode, arguments, "[[model.defense]] #1", {"model": model}),
+            "[[model.defense]] #1",
+        )
 
 
 # ------------------------------------------------------------------------------------------------------- in a scenario

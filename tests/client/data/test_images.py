@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedgauge.client import data_folder
 from fedgauge.client.cache_folder import cache_folder
-from fedgauge.client.components import SpecError, call_checked
+from fedgauge.client.components import SpecError, call, check_arguments
 from fedgauge.client.data import images
 from fedgauge.client.data.batches import Partition, batch_of, split
 from fedgauge.client.data.dataset import Dataset
@@ -193,7 +193,7 @@ def test_what_is_no_tensor_is_named(field: str) -> None:
 def test_an_impossible_split_is_refused(arguments: dict[str, Any], name: str) -> None:
     given = {"dataset": toy(), "seed": 0, "clients": arguments.pop("clients", 2)}
     with pytest.raises(SpecError, match=name):
-        call_checked(split, {"auxiliary": 100, **arguments}, "[data]", given)
+        call(split, check_arguments(split, {"auxiliary": 100, **arguments}, "[data]", given), "[data]")
 
 
 @pytest.mark.parametrize("auxiliary", [3, 1000])
