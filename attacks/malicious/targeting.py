@@ -13,10 +13,11 @@ from fedgauge.client.rng import generator
 
 
 @dataclass(frozen=True)
-class Targeting:
-    """The rounds and clients that a server attack hits.
+class TargetedServerAttack:
+    """A server attack of the scenario, and the rounds and clients that it hits.
 
     Args:
+        table: the attack's component table.
         rounds: in which it attacks, counted from 1; default: all.
         clients: attacked clients, counted from 0; default: all, except those of all_but.
         all_but: these get honest weights.
@@ -24,10 +25,26 @@ class Targeting:
             from the others.
     """
 
+    table: Table
     rounds: tuple[int, ...] | None = None
     clients: tuple[int, ...] | None = None
     all_but: tuple[int, ...] = ()
     aggregate: bool = False
+
+    @classmethod
+    def from_table(cls, table: Table, where: str, rounds: int, clients: int) -> "TargetedServerAttack":
+        """From a [[server_attack]] table; SpecError says what is wrong with it."""
+        own = tuple(f.name for f in fields(cls) if f.name != "table")
+        component = {k: v for k, v in table.items() if k not in own}
+        build(component, where, SERVER_ATTACK, more_keys=own)
+        arguments = {k: v for k, v in table.items() if k in own}
+        made: TargetedServerAttack = call(cls, check_arguments(cls, arguments, where, {"table": component}), where)
+        for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1), ("all_but", 0, clients - 1)):
+            if outside := [value for value in getattr(made, key) or () if not low <= value <= high]:
+                raise SpecError(f"{where}: {key} must be in {low}..{high}, got {outside[0]}")
+        if not made.hits(rounds, clients):
+            raise SpecError(f"{where}: its rounds, clients and all_but leave no client to attack")
+        return made
 
     def applies_to(self, round: int, client: int) -> bool:
         if client in self.all_but or (self.clients is not None and client not in self.clients):
@@ -37,29 +54,6 @@ class Targeting:
     def hits(self, rounds: int, clients: int) -> set[tuple[int, int]]:
         return {(r, c) for r in range(1, rounds + 1) for c in range(clients) if self.applies_to(r, c)}
 
-
-@dataclass(frozen=True)
-class TargetedServerAttack:
-    """A server attack of the scenario, with its targets."""
-
-    table: Table
-    targeting: Targeting
-
-    @classmethod
-    def from_table(cls, table: Table, where: str, rounds: int, clients: int) -> "TargetedServerAttack":
-        """From a [[server_attack]] table; SpecError says what is wrong with it."""
-        own = tuple(f.name for f in fields(Targeting))
-        component = {k: v for k, v in table.items() if k not in own}
-        build(component, where, SERVER_ATTACK, more_keys=own)
-        arguments = check_arguments(Targeting, {k: v for k, v in table.items() if k in own}, where)
-        targeting: Targeting = call(Targeting, arguments, where)
-        for key, low, high in (("rounds", 1, rounds), ("clients", 0, clients - 1), ("all_but", 0, clients - 1)):
-            if outside := [value for value in getattr(targeting, key) or () if not low <= value <= high]:
-                raise SpecError(f"{where}: {key} must be in {low}..{high}, got {outside[0]}")
-        if not targeting.hits(rounds, clients):
-            raise SpecError(f"{where}: its rounds, clients and all_but leave no client to attack")
-        return cls(component, targeting)
-
     @property
     def server_attack(self) -> ServerAttack:
         """A new instance: it keeps nothing between rounds."""
@@ -67,10 +61,9 @@ class TargetedServerAttack:
         return built
 
     def __str__(self) -> str:
-        targeting = self.targeting
-        whom = "all clients" if targeting.clients is None else _listed("client", targeting.clients)
-        whom += f" but {_listed('client', targeting.all_but)}" if targeting.all_but else ""
-        when = "every round" if targeting.rounds is None else _listed("round", targeting.rounds)
+        whom = "all clients" if self.clients is None else _listed("client", self.clients)
+        whom += f" but {_listed('client', self.all_but)}" if self.all_but else ""
+        when = "every round" if self.rounds is None else _listed("round", self.rounds)
         return f"{describe(self.table)} to {whom} in {when}"
 
 
@@ -88,7 +81,7 @@ def check(plan: Sequence[TargetedServerAttack], fed: Federation) -> None:
     known, taken = public_knowledge(fed), set[tuple[int, int]]()
     for i, targeted in enumerate(plan, 1):
         where = f"[[server_attack]] #{i}: {targeted.table['use']}"
-        hits = targeted.targeting.hits(fed.protocol.rounds, fed.protocol.clients)
+        hits = targeted.hits(fed.protocol.rounds, fed.protocol.clients)
         if targeted.server_attack.is_stateful:
             if fed.protocol.secure_sum is not None:
                 raise SpecError(f"{where}: it needs each client's own updates, which [secure_sum] hides: remove one")

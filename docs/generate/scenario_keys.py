@@ -9,7 +9,7 @@ from typing import Any, Literal
 from docs.generate.arguments import NEEDED, Key, toml
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.learned.auxiliary import Auxiliary
-from fedgauge.attacks.malicious.targeting import Targeting
+from fedgauge.attacks.malicious.targeting import TargetedServerAttack
 from fedgauge.attacks.plan import AttackPlan, PlannedAttack
 from fedgauge.client.data.batches import split
 from fedgauge.client.inspection.policy import InspectionPolicy
@@ -99,7 +99,7 @@ TABLES: Mapping[str, Callable[[], list[Key]]] = {
     ],
     "attack.auxiliary": lambda: _of(Auxiliary),
     "audit": lambda: [*_of(AttackPlan, ("attacks",), seed="that of the scenario"), *_of(AuditOptions)],
-    "server_attack": lambda: [_use("the server attack"), *_of(Targeting)],
+    "server_attack": lambda: [_use("the server attack"), *_of(TargetedServerAttack, ("table",))],
     "tape": lambda: _of(TapeOptions),
     "simulation": lambda: _of(SimulationOptions),
     "privacy": lambda: _of(PrivacyOptions),

@@ -149,7 +149,7 @@ def _mixed(scenario: Scenario, round: int, client: int) -> bool:
     """Check if a secure sum adds updates computed at different weights; the tape keeps only one of these."""
     members = scenario.protocol.group(client)
     for aimed in scenario.server_attack:
-        altered = [aimed.targeting.applies_to(round, c) for c in members]
+        altered = [aimed.applies_to(round, c) for c in members]
         own = [aimed.server_attack.for_member(place) for place in range(len(members))]
         if any(altered) and not (all(altered) and all(attack == own[0] for attack in own)):
             return True

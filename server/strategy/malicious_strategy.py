@@ -68,13 +68,13 @@ class MaliciousStrategy(Wrapper):
         return messages
 
     def attack_on(self, round: int, client: int) -> TargetedServerAttack | None:
-        return next((planned for planned in self.plan if planned.targeting.applies_to(round, client)), None)
+        return next((planned for planned in self.plan if planned.applies_to(round, client)), None)
 
     def _crafted(self, attack: TargetedServerAttack, round: int, client: int, honest: Params) -> Params:
         # one generator for a whole secure sum: weights that no attack needs to differ must not, as their updates are added
         group = self.protocol.group(client)
         rng = generator(self.protocol.seed, "malice", round, group[0])
-        seen = [o for o in self.seen.get(client, []) if attack.targeting.applies_to(o.round, client)]
+        seen = [o for o in self.seen.get(client, []) if attack.applies_to(o.round, client)]
         name = str(attack.table["use"])
         return craft_weights(attack.server_attack, name, honest, self.known, rng, seen, group.index(client))
 
@@ -104,4 +104,4 @@ class MaliciousStrategy(Wrapper):
     def counts(self, round: int, client: int) -> bool:
         """Return whether a client's reply (under a secure sum, its group's) is averaged."""
         altered = [c for c in self.protocol.group(client) if c in self._altered]
-        return all(attack.targeting.aggregate for c in altered if (attack := self.attack_on(round, c)) is not None)
+        return all(attack.aggregate for c in altered if (attack := self.attack_on(round, c)) is not None)

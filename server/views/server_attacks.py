@@ -33,7 +33,7 @@ def server_attack_effects(reading: RunSnapshot) -> dict[str, str]:
 def _altered_clients(scenario: Scenario, round: int, client: int) -> list[int]:
     """Return the clients of one reply (several under a secure sum) with altered weights."""
     members = scenario.protocol.group(client)
-    return [c for c in members if any(aimed.targeting.applies_to(round, c) for aimed in scenario.server_attack)]
+    return [c for c in members if any(aimed.applies_to(round, c) for aimed in scenario.server_attack)]
 
 
 def _recovered(reading: RunSnapshot, altered: set[Key]) -> str:
@@ -70,6 +70,6 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
 
 
 def _cost(scenario: Scenario, altered: int, seen: int) -> str:
-    kept = [aimed.targeting.aggregate for aimed in scenario.server_attack]
+    kept = [aimed.aggregate for aimed in scenario.server_attack]
     fate = "averaged as all are" if all(kept) else "averaged in part" if any(kept) else "left out of the average"
     return f"answers to altered weights ({many(altered, 'update')} of {seen}) were {fate}"
