@@ -122,7 +122,7 @@ def auto(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
     )
     if taken_once or known.chain.parts > 1:
         return ilrg(update, params, known)
-    labels = fedavg(update, params, known)
+    labels = ilrg(update, params, known, averaged=True)
     before, after = _systems(update, params, known)
     explained = (before + after) @ torch.bincount(labels, minlength=known.classes).double()
     believed = torch.cosine_similarity(explained, bias, dim=0) >= 1 - MISFIT
@@ -192,7 +192,7 @@ def ilrg(
 
     Args:
         outputs: under another loss than the cross-entropy.
-        averaged: by the average of the systems before and after local training.
+        averaged: predictions before and after local training, averaged, as for several local steps (Geng et al., 2023).
     """
     weight, bias = _gradient(update, known)
     if bias is None:
@@ -204,14 +204,6 @@ def ilrg(
     if literal(update, params, known) and is_mean(known.loss, known.classes, known.label_kind):
         return _labels(_counts(system, (bias * (known.batch_size / known.scale)).numpy(), known.batch_size))
     return _labels(_counts_of_direction(system, bias.numpy(), known.batch_size))
-
-
-def fedavg(update: Update, params: Params, known: Knowledge) -> Tensor:
-    """iLRG for several local steps: predictions before and after local training, averaged (Geng et al., 2023).
-
-    A single step's gradient is taken before training only, so there it equals iLRG.
-    """
-    return ilrg(update, params, known, averaged=not known.chain.local.one_gradient)
 
 
 def assignments(labels: Tensor, size: int, most: int, rng: Generator, epochs: int = 1) -> Tensor:

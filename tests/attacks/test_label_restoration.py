@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from fedgauge.attacks.base import Knowledge, Observation, Wave
-from fedgauge.attacks.label_restoration import assignments, auto, fedavg, idlg, ilrg, llg, restore
+from fedgauge.attacks.label_restoration import assignments, auto, idlg, ilrg, llg, restore
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.data.batches import batch_of
 from fedgauge.client.data.dataset import Dataset
@@ -34,7 +34,7 @@ from fedgauge.defenses.sign import sign
 
 SHAPE = (1, 28, 28)
 Method = Callable[[Update, Params, Knowledge], Tensor]
-SEVERAL: tuple[Method, ...] = (auto, llg, ilrg, fedavg)
+SEVERAL: tuple[Method, ...] = (auto, llg, ilrg, partial(ilrg, averaged=True))
 
 Case = tuple[Update, Params, Knowledge, list[int]]
 
