@@ -59,6 +59,11 @@ def at_least_single(update: Update) -> Update:
     return {k: t.to(torch.promote_types(t.dtype, torch.float32)) for k, t in update.items()}
 
 
+def as_rows(updates: Update) -> Tensor:
+    """Stacked updates (n, ...) as one matrix (n, entries)."""
+    return torch.cat([t.flatten(1) for t in updates.values()], 1)
+
+
 def norm(update: Update) -> Tensor:
     """Euclidean norm over all entries of an update, a scalar of single precision or better; NaN with a NaN among them.
 

@@ -20,15 +20,10 @@ from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.client.gradient import gradient
 from fedgauge.client.psnr import assigned
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch, Params, Update
+from fedgauge.client.update import Batch, Params, Update, as_rows
 
 FEWEST = 4  # least number of batches in the auxiliary images; one is held out
 VERSION = 2  # of the cached tensors; to be changed when they are computed in another way
-
-
-def flat(updates: Update) -> Tensor:
-    """Updates (n, ...) as rows (n, entries)."""
-    return torch.cat([t.flatten(1) for t in updates.values()], 1)
 
 
 @lru_cache(maxsize=4)
@@ -58,7 +53,7 @@ class UpdateFeatures:
         if self.by_label:
             updates = {k: t.repeat_interleave(y.shape[1], 0) for k, t in updates.items()}
             updates = own_row_first(known, updates, y.flatten())
-        return self.hashed(flat(updates))
+        return self.hashed(as_rows(updates))
 
     def hashed(self, rows: Tensor) -> Tensor:
         """Hash rows of updates (n, entries) into the buckets; without buckets, return them unchanged."""

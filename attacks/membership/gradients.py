@@ -150,11 +150,6 @@ class CandidateGradients:
         return torch.where(whole > 0, torch.stack([clipped(size) for size in whole]) / whole, 1.0)
 
 
-def flattened(update: Update) -> Tensor:
-    """Updates (K, ...) as one matrix (K, d)."""
-    return torch.cat([t.flatten(1) for t in update.values()], 1)
-
-
 def _squares(part: Tensor | FactoredGradient) -> Tensor:
     """The squared norms (P,) of a tensor's gradients (P, ...), float64."""
     if not isinstance(part, FactoredGradient):

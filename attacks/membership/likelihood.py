@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Wave
-from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
+from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.client.chain import Chain
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import Link, UpdateDistribution, is_per_example
-from fedgauge.client.update import Batch
+from fedgauge.client.update import Batch, as_rows
 
 AXES = 128  # principal axes of the population's gradients, at most half of the public examples
 AT_ONCE = 2**27  # numbers of public gradients that are held at once
@@ -186,7 +186,7 @@ def _seen(
     factor = gain(known.chain, known.batch_size, rest.norm / math.sqrt(known.batch_size))
     if not known.chain.local.one_gradient:
         # the updates' size relative to local steps that all have the first one's gradient
-        seen = _usual(flattened({k: wave.update[k] for k in candidates.params}).double().square().sum(1))
+        seen = _usual(as_rows({k: wave.update[k] for k in candidates.params}).double().square().sum(1))
         spread = rest.variances.sum() + rest.entries.sum()
         expected = factor**2 * (rest.mean.square().sum() + spread / known.batch_size)
         factor *= float((seen / expected).sqrt().clamp(1e-3, 1.0))
@@ -217,7 +217,7 @@ def _evidence(candidates: CandidateGradients, wave: Wave, without: _Expected, fa
     Args:
         faint: the least mean square of an update, as one of zeros shows no size.
     """
-    seen = flattened({k: wave.update[k] for k in candidates.params})
+    seen = as_rows({k: wave.update[k] for k in candidates.params})
     density = candidates.known.chain.update_distribution
     shown = torch.cat(
         [torch.full((t.numel(),), density is None or k not in density.hidden) for k, t in candidates.params.items()]

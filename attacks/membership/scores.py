@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.base import Wave
-from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
+from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch
 from fedgauge.attacks.membership.likelihood import likelihood_ratio as log_ratios
-from fedgauge.client.update import Batch
+from fedgauge.client.update import Batch, as_rows
 
 LEAST_NON_MEMBERS = 10  # fewest non-members of a label for a mean and a spread
 LEAST_OTHERS = 2  # updates that say how the scores against others vary
@@ -38,7 +38,7 @@ class Scoring:
     @cached_property
     def products(self) -> Tensor:
         """<gradient, -update>, (K, N) float64."""
-        return self.candidates.products(-flattened({k: self.wave.update[k] for k in self.candidates.params}))
+        return self.candidates.products(-as_rows({k: self.wave.update[k] for k in self.candidates.params}))
 
 
 Score = Callable[[Scoring], Tensor]  # (K, N) float64
@@ -57,7 +57,7 @@ def matched_filter(scoring: Scoring) -> Tensor:
 
 def cosine(scoring: Scoring) -> Tensor:
     """The cosine of gradient and -update (Li et al., 2023)."""
-    sizes = flattened(scoring.wave.update).double().norm(dim=1, keepdim=True)
+    sizes = as_rows(scoring.wave.update).double().norm(dim=1, keepdim=True)
     found: Tensor = matched_filter(scoring) / sizes.clamp_min(TINY)
     return found
 

@@ -16,7 +16,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Str
 from fedgauge.attacks.engine.cache import digest
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.learned.learning_to_invert import hungarian
-from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, flat
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures
 from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, seeded, train_inverter
 from fedgauge.attacks.text.certificate import language_model
 from fedgauge.client.components import Count, Natural, Positive
@@ -24,7 +24,7 @@ from fedgauge.client.data.corpora import targets
 from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.psnr import assigned
 from fedgauge.client.rng import generator
-from fedgauge.client.update import Batch
+from fedgauge.client.update import Batch, as_rows, concatenate
 
 NEVER = -1e4  # log-probability of a word that is not in the auxiliary text; finite, so that sums of it are numbers
 IN_ONE_PASS = 256  # held-out updates in one pass
@@ -76,7 +76,7 @@ class learning_to_invert_text(Attack):
         except ValueError as error:
             return not_applicable(wave, str(error))
         with torch.no_grad():
-            logits = [network(row[None])[0] for row in view.hashed(flat(wave.update))]
+            logits = [network(row[None])[0] for row in view.hashed(as_rows(wave.update))]
         return [answer_of(own, words, record, known, k) for k, own in enumerate(logits)]
 
     def _inverter(
@@ -104,7 +104,7 @@ class learning_to_invert_text(Attack):
             return known
         made = pseudo_sentences(known.auxiliary, self.pseudo, known.classes, model)
         if not self.alone:
-            made = Batch(*(torch.cat(both) for both in zip(known.auxiliary, made, strict=True)))
+            made = concatenate([known.auxiliary, made])
         return replace(known, auxiliary=made)
 
 

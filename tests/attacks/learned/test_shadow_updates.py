@@ -15,14 +15,14 @@ from fedgauge.attacks.engine.gradients.per_problem import whole_batch_update
 from fedgauge.attacks.engine.simulator import Simulator
 from fedgauge.attacks.learned import learning_to_invert, shadow_updates
 from fedgauge.attacks.learned.ridge import ridge_inversion
-from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders, flat, sketch
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer, UpdateFeatures, aligned_orders, sketch
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.vision import detached_params, lenet, mlp
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import GroupMean
-from fedgauge.client.update import Batch, Update
+from fedgauge.client.update import Batch, Update, as_rows
 from fedgauge.defenses.noise import gaussian
 from tests.attacks.learned.small_threats import CHAINS, SHAPE, STREAMS, digits, images
 
@@ -42,10 +42,10 @@ def test_simulated_updates_are_those_of_clients_one_by_one(links: Chain) -> None
     model = small()
     params, known, batch = detached_params(model), known_of(model, links), images(14)
     x, y = batch.x.view(7, 2, *SHAPE), batch.y.view(7, 2)
-    found = torch.cat([flat(u) for u in Simulator(known, params).updates(x, y, generator("draws"), chunk=3)])
+    found = torch.cat([as_rows(u) for u in Simulator(known, params).updates(x, y, generator("draws"), chunk=3)])
     client = links(gradient(model, normalise=known.normalise))
     alone = [client(params, Batch(a, b), None) for a, b in zip(x, y, strict=True)]
-    torch.testing.assert_close(found, torch.stack([flat({k: t[None] for k, t in u.items()})[0] for u in alone]))
+    torch.testing.assert_close(found, torch.stack([as_rows({k: t[None] for k, t in u.items()})[0] for u in alone]))
 
 
 def test_most_chains_take_all_gradients_in_one_pass() -> None:
@@ -58,7 +58,9 @@ def test_each_simulated_client_draws_its_own_noise(links: Chain) -> None:
     model = small(mlp, hidden=[32])
     params, known, batch = detached_params(model), known_of(model, links, 1), images(64)
     found = [
-        torch.cat([flat(u) for u in Simulator(known, params, quiet).updates(batch.x[:, None], batch.y[:, None], rng)])
+        torch.cat(
+            [as_rows(u) for u in Simulator(known, params, quiet).updates(batch.x[:, None], batch.y[:, None], rng)]
+        )
         for quiet, rng in ((False, generator("a")), (True, generator("a")))
     ]
     noise = found[0] - found[1]
@@ -72,7 +74,7 @@ def test_a_sum_of_clients_averages_noise_out() -> None:
     known, batch = known_of(model, links, 4), images(64)
     x, y = batch.x.view(16, 4, *SHAPE), batch.y.view(16, 4)
     drawn, mean = (
-        torch.cat([flat(u) for u in Simulator(known, detached_params(model), q).updates(x, y, generator("b"))])
+        torch.cat([as_rows(u) for u in Simulator(known, detached_params(model), q).updates(x, y, generator("b"))])
         for q in (False, True)
     )
     assert float((drawn - mean).std()) == pytest.approx(0.05, rel=0.02)

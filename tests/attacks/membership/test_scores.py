@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal
 
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.membership.candidates import above
-from fedgauge.attacks.membership.gradients import CandidateGradients, flattened
+from fedgauge.attacks.membership.gradients import CandidateGradients
 from fedgauge.attacks.membership.likelihood import RestOfBatch, _Expected, _slopes, gain
 from fedgauge.attacks.membership.scores import SCORES, Scoring, against_non_members, check_non_members
 from fedgauge.client.chain import Chain, chain
@@ -21,7 +21,7 @@ from fedgauge.client.local_training import local_sgd, local_training
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import UpdateDistribution, UpdateTransform, per_example
-from fedgauge.client.update import Batch, Update, concatenate
+from fedgauge.client.update import Batch, Update, as_rows, concatenate
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.dp_sgd import dp_sgd
 from fedgauge.defenses.mask import mask
@@ -86,12 +86,12 @@ def by_density(found: Scoring, sigma: float, columns: Tensor, shrink: float = 1.
     rest, known = found.rest, found.candidates.known
     assert rest is not None
     spread = (rest.axes.T * rest.variances) @ rest.axes + torch.diag(rest.entries)
-    floor = 1e-6 * float(flattened(found.wave.update).square().mean())
+    floor = 1e-6 * float(as_rows(found.wave.update).square().mean())
     rate, size = known.chain.local.rate, known.batch_size
     noise = (floor + (shrink * sigma) ** 2) * torch.eye(len(columns)).double()
     whole = (rate / size) ** 2 * (size - 1) * spread[columns][:, columns] + noise
     rows = torch.cat(list(found.candidates.rows())) * found.candidates.kept[:, None]
-    seen = shrink * flattened(found.wave.update)[0, columns]
+    seen = shrink * as_rows(found.wave.update)[0, columns]
 
     def log_density(mine: Tensor) -> Tensor:
         found: Tensor = MultivariateNormal(
@@ -107,7 +107,7 @@ def test_under_normal_noise_it_is_the_ratio_of_two_densities(name: str, sigma: f
     known = knowledge(CHAINS[name])
     members = people(SIZE, "members")
     found = scoring(known, observed(known, members), people(20, "others"))
-    every = torch.arange(len(flattened(found.wave.update)[0]))
+    every = torch.arange(len(as_rows(found.wave.update)[0]))
     expected = by_density(found, sigma, every)
     assert torch.allclose(SCORES["likelihood_ratio"](found)[0], expected, rtol=1e-4, atol=1e-3)
 
@@ -116,8 +116,8 @@ def test_under_normal_noise_it_is_the_ratio_of_two_densities(name: str, sigma: f
 def test_dropped_entries_are_ignored(name: str, shrink: float) -> None:
     known = knowledge(CHAINS[name])
     found = scoring(known, observed(known, people(SIZE, "members")), people(20, "others"))
-    columns = torch.nonzero(flattened(found.wave.update)[0]).flatten()
-    assert 0 < len(columns) < 0.7 * flattened(found.wave.update).shape[1]
+    columns = torch.nonzero(as_rows(found.wave.update)[0]).flatten()
+    assert 0 < len(columns) < 0.7 * as_rows(found.wave.update).shape[1]
     expected = by_density(found, 0.0, columns, shrink)
     assert torch.allclose(SCORES["likelihood_ratio"](found)[0], expected, rtol=1e-4, atol=1e-3)
 
@@ -220,7 +220,7 @@ def test_the_simple_scores_on_paper() -> None:
     known = knowledge(CHAINS["none"])
     wave = observed(known, people(SIZE, "members"))
     found = scoring(known, wave, people(7, "others"))
-    rows, seen = torch.cat(list(found.candidates.rows())), -flattened(wave.update)[0]
+    rows, seen = torch.cat(list(found.candidates.rows())), -as_rows(wave.update)[0]
     assert torch.allclose(SCORES["matched_filter"](found)[0], rows @ seen / rows.norm(dim=1))
     assert torch.allclose(SCORES["cosine"](found)[0], torch.cosine_similarity(rows, seen[None]))
     distance = (seen / 0.1).square().sum() - (seen / 0.1 - rows / SIZE).square().sum(1)
