@@ -1,18 +1,21 @@
 """Find, read, check and restrict the files of simulations/papers, and add the attacks of other people to them."""
 
+import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.plan import attack_name, modalities_of
-from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce, resolve, settings_of
+from fedgauge.client import toml_text
+from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce, errors_in, resolve, settings_of
 from fedgauge.client.federation import DATASET, TRANSFORM
+from fedgauge.client.files import read_file
 from fedgauge.client.models.build import MODEL
 from fedgauge.server.store.scenario import component_of
-from fedgauge.simulations.experiments.grid import Cell, expand, layered, read
+from fedgauge.simulations.experiments.sweep_file import layered
+from fedgauge.simulations.reproduction.grid import Cell, expand
 from fedgauge.simulations.reproduction.measures import all_measures
 from fedgauge.simulations.reproduction.paper_tables import (
     STRONGEST,
@@ -44,7 +47,8 @@ def load(name: str) -> PaperTable:
         raise SpecError(
             f"no paper table is called {name!r}: name your own file, NAME.toml, or one of {', '.join(packaged())}"
         )
-    return read(path, partial(parse, path.stem))
+    with errors_in(path, OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return parse(path.stem, toml_text.parse(read_file(path, toml_text.MOST)))
 
 
 def parse(name: str, tables: Table) -> PaperTable:

@@ -30,7 +30,9 @@ def test_a_cell_is_the_shared_scenario_with_the_defenses_own_tables(tmp_path: Pa
     [
         ({"cells": 3}, "'cells'"),
         ({"clients": 4}, "[scenario]"),
-        ({"axes": ["defense", "model"]}, "axes"),
+        ({"axes": ["defense", "model"]}, "'axes'"),
+        ({"where": [{"defenses": ["none"], "chain": [SGD]}]}, "'where'"),
+        ({"data": {"use": "mnist5k"}}, "[scenario]"),
         ({"reference": {"none": {"analytic": {"psnr": 60.0}}}}, "'reference'"),
         ({"seeds": []}, "seed"),
         ({"seeds": [0.5]}, "seeds[0]"),

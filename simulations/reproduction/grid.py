@@ -1,53 +1,36 @@
-"""The one reader of grids: the cells that the axes of a TOML file span, and what holds in which cell.
+"""The grid of a paper's table: the cells that the axes of a TOML file span, and what holds in which cell.
 
 An axis is a list of tables, each with a name: `[[defense]]` is the axis `defense`. Another table of the file that is for some
 cells only names them: `defenses = ["none", "sign"]`.
 """
 
-import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
-from pathlib import Path
-from typing import Any, TypeVar
 
 from fedgauge.attacks.plan import attack_name
-from fedgauge.client import toml_text
-from fedgauge.client.components import SpecError, Table, coerce, errors_in
-from fedgauge.client.files import read_file
+from fedgauge.client.components import SpecError, Table, coerce
+from fedgauge.simulations.experiments.sweep_file import Names, check_keys, layered, selection, tables_of
 
-Experiment = TypeVar("Experiment")
-Names = Mapping[str, Sequence[str]]  # by axis
 GRID_KEYS = ("axes", "cell_name", "attack", "attacks", "where")  # of the whole file
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: its entry on each axis, and what the file says of it.
+    """One cell, and what the file says of it.
 
     Args:
         table: the keys of a cell; attacks: its attacks, each a table.
     """
 
     name: str
-    place: Mapping[str, Table]
     table: Table
     attacks: Sequence[Table]
 
 
-def read(path: Path, make: Callable[[Table], Experiment]) -> Experiment:
-    """Make an experiment from the tables of a file.
-
-    Raises:
-        SpecError: the file is missing or wrong; the message names it.
-    """
-    with errors_in(path, OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        return make(toml_text.parse(read_file(path, toml_text.MOST)))
-
-
 def expand(tables: Table, keys: Collection[str], joined: Collection[str], others: Collection[str] = ()) -> list[Cell]:
-    """Return the cells of an experiment's grid.
+    """Return the cells of a table's grid.
 
     Keys of a cell may be at the top, in the tables of the axes and in [[where]], which names its cells; the last value wins. The
     same is true for changes to attacks (`attacks`, by a name or a pattern); those at the top are defaults.
@@ -66,25 +49,24 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
         ['slow 8', 'fast 8']
     """
     axes = {axis: tables_of(tables, axis) for axis in coerce(tables.get("axes", ["cell"]), Sequence[str], "axes")}
-    _check_keys(tables, (*others, *GRID_KEYS, *axes, *keys), "the file")
+    check_keys(tables, (*others, *GRID_KEYS, *axes, *keys), "the file")
     for axis, entries in axes.items():
         for i, entry in enumerate(entries, 1):
-            _check_keys(entry, ("name", "attack", "attacks", *keys), f"[[{axis}]] #{i}")
+            check_keys(entry, ("name", "attack", "attacks", *keys), f"[[{axis}]] #{i}")
     names = {
         axis: [coerce(table.get("name"), str, f"[[{axis}]] #{i}: name") for i, table in enumerate(entries, 1)]
         for axis, entries in axes.items()
     }
     wheres, attacks = (
-        [_selection(t, names, f"[[{key}]] #{i}") for i, t in enumerate(tables_of(tables, key), 1)]
+        [selection(t, names, f"[[{key}]] #{i}") for i, t in enumerate(tables_of(tables, key), 1)]
         for key in ("where", "attack")
     )
     for i, (_, rest) in enumerate(wheres, 1):
-        _check_keys(rest, ("attacks", *keys), f"[[where]] #{i}")
+        check_keys(rest, ("attacks", *keys), f"[[where]] #{i}")
     template = coerce(tables.get("cell_name", " ".join(f"{{{axis}}}" for axis in axes)), str, "cell_name")
     cells = []
     for chosen_entries in product(*axes.values()):
-        place = dict(zip(axes, chosen_entries, strict=True))
-        called = {axis: entry["name"] for axis, entry in place.items()}
+        called = {axis: entry["name"] for axis, entry in zip(axes, chosen_entries, strict=True)}
         layers = [tables, *chosen_entries, *(where for chosen, where in wheres if _is_in(called, chosen))]
         on_it = [a for chosen, a in attacks if _is_in(called, chosen)]
         on_it += [a for e in chosen_entries for a in tables_of(e, "attack")]
@@ -93,37 +75,8 @@ def expand(tables: Table, keys: Collection[str], joined: Collection[str], others
         except (LookupError, ValueError, AttributeError) as error:
             raise SpecError(f"cell_name: {template!r} names what is no axis (there are: {', '.join(axes)})") from error
         table = layered([{k: v for k, v in layer.items() if k in keys} for layer in layers], joined, f"cell {name}")
-        cells.append(Cell(name, place, table, _attacks(name, layers, on_it)))
+        cells.append(Cell(name, table, _attacks(name, layers, on_it)))
     return cells
-
-
-def tables_of(tables: Table, key: str) -> list[Table]:
-    listed = coerce(tables.get(key, []), list, f"[[{key}]]")
-    return [coerce(table, dict, f"[[{key}]] #{i}") for i, table in enumerate(listed, 1)]
-
-
-def layered(layers: Iterable[Table], joined: Collection[str], where: str) -> Table:
-    """One table of several: a later one replaces the keys of earlier ones, but tables under joined keys are joined."""
-    result: dict[str, Any] = {}
-    for layer in layers:
-        for key, value in layer.items():
-            result[key] = {**result.get(key, {}), **coerce(value, dict, f"{where}: {key}")} if key in joined else value
-    return result
-
-
-def _check_keys(table: Table, allowed: Collection[str], where: str) -> None:
-    if unknown := sorted(table.keys() - set(allowed)):
-        raise SpecError(f"{where}: unknown key {unknown[0]!r} (it has: {', '.join(dict.fromkeys(allowed))})")
-
-
-def _selection(table: Table, axes: Names, where: str) -> tuple[Names, Table]:
-    """The cells that a table is for, as names of each axis (default: all), and its other keys."""
-    chosen, rest = {}, dict(table)
-    for axis, names in axes.items():
-        chosen[axis] = coerce(rest.pop(f"{axis}s", names), Sequence[str], f"{where}: {axis}s")
-        if unknown := [name for name in chosen[axis] if name not in names]:
-            raise SpecError(f"{where}: unknown {axis} {unknown[0]!r} (there are: {', '.join(names)})")
-    return chosen, rest
 
 
 def _is_in(place: Mapping[str, str], chosen: Names) -> bool:
