@@ -25,7 +25,7 @@ from fedgauge.client.update import Batch
 from fedgauge.server.pool.assumed_training import MOST_UPDATES, doubt, unchecked
 from fedgauge.server.pool.executors import last_line
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import FinishedJob, FinishedTest, Ungraded
+from fedgauge.server.store.ledger_types import FinishedJob
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.store.tape import TapeError, by_weights
@@ -117,7 +117,7 @@ def _asked(scenario: Scenario, jobs: Iterable[FinishedJob]) -> Iterator[tuple[in
                 yield from ((job.round, member) for member in scenario.protocol.group(client))
 
 
-def _grade(run: Run, ledger: Ledger, grader: Grader, job: Ungraded, found: Found, assumed: int) -> str | None:
+def _grade(run: Run, ledger: Ledger, grader: Grader, job: FinishedJob, found: Found, assumed: int) -> str | None:
     """Write one job's scores, or remove those of an earlier truth; return why not, or None without a reconstruction.
 
     Args:
@@ -203,7 +203,7 @@ def _others(x: Tensor, names: Collection[bytes]) -> Tensor:
     return torch.tensor([i for i, name in enumerate(_names(x)) if name not in names], dtype=torch.int64)
 
 
-def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedTest], found: Found) -> int:
+def retest(source: TapeSource, scenario: Scenario, tests: Sequence[FinishedJob], found: Found) -> int:
     """Repeat finished membership tests with these examples as the batches.
 
     Args:

@@ -12,7 +12,7 @@ from fedgauge.attacks.plan import AttackPlan
 from fedgauge.attacks.score_rows import OBJECTIVE, WHOLE_BATCH, ScoreRecord
 from fedgauge.server.store.ledger_file import LedgerError
 from fedgauge.server.store.ledger_reads import LedgerReads
-from fedgauge.server.store.ledger_types import FinishedTest, Lease, Progress, Ungraded, planned_of
+from fedgauge.server.store.ledger_types import FinishedJob, Lease, Progress, planned_of
 from fedgauge.server.store.tape import by_weights
 
 # a wave of a stateful attack waits until the earlier rounds of all its clients have ended
@@ -21,6 +21,14 @@ _READY = (
     " ON earlier.attack_id = own.attack_id AND earlier.client = own.client AND earlier.round < own.round"
     " WHERE own.state = 'queued' AND own.round = j.round AND own.attack_id = j.attack_id AND own.wave = j.wave"
     " AND earlier.state IN ('queued', 'leased'))"
+)
+# of a finished job
+_FACTS = (
+    "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, coalesce(s.status, '') status,"
+    " coalesce(s.seconds, 0.0) seconds, j.graded IS NULL blind, EXISTS (SELECT 1 FROM jobs w WHERE w.round = j.round"
+    " AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
+    " LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"
+    " LEFT JOIN scores s ON s.job_id = j.id AND s.metric = ?"
 )
 _END = "finished = (SELECT coalesce(max(finished), 0) + 1 FROM jobs)"  # numbers the ended jobs in order
 
@@ -217,20 +225,19 @@ class JobQueue(LedgerReads):
             )
         return len(ids), gone
 
-    def ungraded(self, again: bool = False) -> list[Ungraded]:
-        """Return finished jobs without grades, ordered by round, client and attack; baselines come last.
+    def ungraded(self, again: bool = False) -> list[FinishedJob]:
+        """Return finished reconstructions without grades, ordered by round, client and attack; baselines come last.
 
         Args:
-            again: also jobs with grades, and jobs that could not be graded.
+            again: also those with grades, and those that could not be graded.
         """
-        rows = self._db.execute(
-            "SELECT j.id, a.name attack, j.round, j.client, j.other, s.status, s.seconds, EXISTS (SELECT 1 FROM jobs w"
-            " WHERE w.round = j.round AND w.state IN ('queued', 'leased')) open FROM jobs j JOIN attacks a ON a.id = j.attack_id"
-            " JOIN scores s ON s.job_id = j.id AND s.metric = ? WHERE j.state = 'done' AND (j.graded IS NULL OR ?)"
-            " ORDER BY j.round, j.client, a.role = 'baseline', a.id",
-            (OBJECTIVE, again),
-        )
-        return [Ungraded(**dict(row)) for row in rows]
+        chosen = "j.state = 'done' AND s.metric NOTNULL AND (j.graded IS NULL OR ?)"
+        order = "j.round, j.client, a.role = 'baseline', a.id"
+        return self._finished(f"{chosen} ORDER BY {order}", again)
+
+    def _finished(self, chosen: str, *values: object) -> list[FinishedJob]:
+        rows = self._db.execute(f"{_FACTS} WHERE {chosen}", (OBJECTIVE, *values))
+        return [FinishedJob(**dict(row)) for row in rows]
 
     def grade(
         self,
@@ -253,15 +260,10 @@ class JobQueue(LedgerReads):
             self._write_scores(db, job, rows)
             db.execute("UPDATE jobs SET graded = ?, graded_to = ? WHERE id = ?", (reason, graded_to, job))
 
-    def finished_tests(self) -> list[FinishedTest]:
+    def finished_tests(self) -> list[FinishedJob]:
         """Return the finished jobs of membership tests and their limits in order, also those that could not be graded."""
-        rows = self._db.execute(
-            "SELECT j.id, a.name attack, j.round, j.client, j.other, o.digest, j.graded IS NULL blind FROM jobs j"
-            " JOIN attacks a ON a.id = j.attack_id LEFT JOIN observations o ON o.round = j.round AND o.client = j.client"
-            " WHERE (j.state = 'done' OR j.graded NOTNULL) AND a.metric IN (?, ?) ORDER BY a.id, j.round, j.client",
-            (MEMBER, HELD),
-        )
-        return [FinishedTest(**dict(row)) for row in rows]
+        chosen = "(j.state = 'done' OR j.graded NOTNULL) AND a.metric IN (?, ?) ORDER BY a.id, j.round, j.client"
+        return self._finished(chosen, MEMBER, HELD)
 
     def retest(self, job: int, rows: Sequence[ScoreRecord], reason: str) -> None:
         """Replace all rows of a finished membership test, which may have failed; reason: for a missing number."""

@@ -110,35 +110,26 @@ class Lease:
 
 @dataclass(frozen=True)
 class FinishedJob:
-    """Finished job; other: the client against which the baseline is graded."""
+    """Finished reconstruction or test of membership.
+
+    Args:
+        other: the client against which the baseline is graded.
+        digest: of its update; None: no longer on the tape.
+        status, seconds: of a reconstruction's search.
+        blind: if it was never graded by a truth.
+        open: if attacks of the same round have not ended.
+    """
 
     id: int
     attack: str
     round: int
     client: int
     other: int | None
-
-
-@dataclass(frozen=True)
-class Ungraded(FinishedJob):
-    """Finished job without a grade; open: if attacks of the same round have not ended."""
-
-    status: str
-    seconds: float
-    open: int
-
-
-@dataclass(frozen=True)
-class FinishedTest(FinishedJob):
-    """Finished membership test.
-
-    Args:
-        digest: of its update; None: no longer on the tape.
-        blind: if no truth was ever asked for it.
-    """
-
-    digest: str | None
-    blind: int
+    digest: str | None = None
+    status: str = ""
+    seconds: float = 0.0
+    blind: int = True
+    open: int = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedgauge.attacks.score_rows import WHOLE_BATCH, ScoreRecord, came_back, wrong_client
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import STARTED, UNGRADED, Ungraded, sanitised
+from fedgauge.server.store.ledger_types import STARTED, UNGRADED, FinishedJob, sanitised
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.tape import TapeError
 
@@ -82,7 +82,7 @@ class ClientGrader:
             time.sleep(min(0.5, self.timeout))
         self._grade(self.ledger.ungraded(), final=True)
 
-    def _grade(self, jobs: Sequence[Ungraded], final: bool) -> None:
+    def _grade(self, jobs: Sequence[FinishedJob], final: bool) -> None:
         if final:
             self._silent.clear()  # each gets one more chance
         for round in sorted({job.round for job in jobs}):
@@ -98,7 +98,7 @@ class ClientGrader:
         if jobs:
             self._summarise()
 
-    def _guess(self, job: Ungraded) -> Tensor | None:
+    def _guess(self, job: FinishedJob) -> Tensor | None:
         try:
             x = self.run.read_reconstruction(job.round, job.client, job.attack).get("x")
         except TapeError:
@@ -125,7 +125,7 @@ class ClientGrader:
         starts = {int(k.removeprefix(STARTED)): v for k, v in self.ledger.meta().items() if k.startswith(STARTED)}
         return starts[max(start for start in starts if start <= round)]
 
-    def _settle(self, job: Ungraded, replies: Mapping[int, GradingReply], final: bool) -> None:
+    def _settle(self, job: FinishedJob, replies: Mapping[int, GradingReply], final: bool) -> None:
         """Write a job's scores once its answers have come, or no more can come."""
         graders = {job.client: job.attack} | ({} if job.other is None else {job.other: wrong_client(job.attack)})
         if not final and not replies.keys() >= graders.keys():
@@ -172,7 +172,7 @@ def ungraded_reasons(rows: Sequence[Any]) -> str:
     return ", ".join(sorted({row["reason"] for row in rows if row["reason"]})[:2])
 
 
-def _questions(jobs: Sequence[tuple[Ungraded, Tensor]]) -> dict[int, dict[str, Tensor]]:
+def _questions(jobs: Sequence[tuple[FinishedJob, Tensor]]) -> dict[int, dict[str, Tensor]]:
     questions: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for job, x in jobs:
         questions[job.client][job.attack] = x

@@ -11,7 +11,7 @@ from fedgauge.attacks.modality.membership import MEMBER
 from fedgauge.attacks.source import FederationSource
 from fedgauge.server.pool.tester_grading import _grade
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import Ungraded
+from fedgauge.server.store.ledger_types import FinishedJob
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.gallery import Gallery
@@ -79,7 +79,7 @@ def test_page_and_report_show_rows_side_by_side_and_both_kinds_of_leak(
     with run.ledger() as ledger_:
         fed, before = run.scenario().federation, as_graded(ledger_)
         query = "SELECT j.id, name attack, round, client, other FROM jobs j JOIN attacks a ON a.id = attack_id"
-        every = [Ungraded(**row, status="converged", seconds=0.0, open=False) for row in ledger_._db.execute(query)]
+        every = [FinishedJob(**row, status="converged") for row in ledger_._db.execute(query)]
         jobs = [job for job in every if run.reconstruction(1, job.client, job.attack).exists()]
         truth = {(1, client): fed.batch_at(client, 1) for client in range(2)}
         assert {_grade(run, ledger_, Auditor(FederationSource(fed)).grader, job, truth, 2) for job in jobs} == {""}
