@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.common.config import flatten_dict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run as FlowerRun
@@ -58,7 +59,8 @@ class FlowerApp:
         for part in ("serverapp", "clientapp"):
             if ":" not in str(parts.get(part, "")):
                 raise SpecError(f"{path}: [tool.flwr.app.components] needs {part} = 'module:object', as flwr run does")
-        config = dict(_flat(_table(table, "tool", "flwr", "app", "config")))
+        with errors_in(f"{path}: [tool.flwr.app.config]", ValueError):
+            config = flatten_dict(dict(_table(table, "tool", "flwr", "app", "config")))
         given = dict(settings)
         rounds = given.pop("rounds", None)
         if unknown := [key for key in given if key not in config]:
@@ -67,8 +69,9 @@ class FlowerApp:
             )
         if rounds is not None:
             given |= {key: rounds for key in ROUNDS if isinstance(config.get(key), int) and key not in given}
-        federations = dict(_flat(_table(table, "tool", "flwr", "federations")))
-        nodes = [v for k, v in federations.items() if k.endswith("options.num-supernodes") and isinstance(v, int)]
+        federations = _table(table, "tool", "flwr", "federations")
+        nodes = [_table(federations, name, "options").get("num-supernodes") for name in federations]
+        nodes = [count for count in nodes if isinstance(count, int)]
         return cls(folder, parts["serverapp"], parts["clientapp"], config | given, max(nodes, default=None))
 
     def part(self, reference: str) -> Any:
@@ -86,14 +89,6 @@ def _table(table: Any, *keys: str) -> Mapping[str, Any]:
     for key in keys:
         table = table.get(key) if isinstance(table, Mapping) else None
     return table if isinstance(table, Mapping) else {}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def importing(folder: Path) -> list[Path]:
