@@ -19,7 +19,6 @@ _CARD = f"a.knowledge || coalesce('{SEPARATOR}' || a.training, '') || coalesce('
 class LedgerReads(LedgerFile):
     """Queries that change nothing."""
 
-    _modality: type[Modality] | None = None  # as the ledger names it, which never changes
     load_data: Callable[[], object] = staticmethod(lambda: None)  # loads the package that adds the run's kind of data
 
     @property
@@ -29,8 +28,6 @@ class LedgerReads(LedgerFile):
         Raises:
             LedgerError: it is unknown here.
         """
-        if self._modality is not None:
-            return self._modality
         named = self._db.execute("SELECT value FROM meta WHERE key = ?", (MAIN_METRIC,)).fetchone()
         if named is None:
             rows = self._db.execute("SELECT DISTINCT metric FROM scores")
@@ -46,7 +43,6 @@ class LedgerReads(LedgerFile):
             raise LedgerError(
                 f"{self.path}: no data known here has the metric {named['value']!r:.60}: {fault}"
             ) from fault
-        self._modality = found
         return found
 
     def reasons(self, state: Literal["done", "failed"] = "done") -> list[sqlite3.Row]:

@@ -90,10 +90,8 @@ def plan_coverage(ledger: Ledger, tables: Mapping[str, Any], training: bool) -> 
     last = observed if training else max(observed, int(ledger.meta().get("rounds") or tables["rounds"]))
     if ledger.foreign:  # an app numbers its rounds itself
         rounds = {o["round"] for o in ledger.observations() if plan.attacks_round(o["round"])}
-    elif plan.rounds is None:
-        rounds = set(range(1, last + 1, plan.every))
     else:
-        rounds = {round for round in plan.rounds if round <= last or not training}
+        rounds = set(filter(plan.attacks_round, range(1, last + 1)))
     fates = {(row["round"], row["client"]): row["status"] for row in ledger.fates()}
     missed = Counter[str]()
     updates: set[tuple[int, int]] = set()
