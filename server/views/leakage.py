@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -62,8 +62,7 @@ class Leak:
     @property
     def rate(self) -> Rate:
         """Count and total of a metric that is 0 or 1."""
-        share = float(np.clip(self.mean or 0.0, 0, 1))
-        return Rate(round(share * self.n), self.n)
+        return Rate(round((self.mean or 0.0) * self.n), self.n)
 
     @property
     def without_value(self) -> str:
@@ -90,7 +89,7 @@ def counted(scores: Scores, metric: str) -> Scores:
     if metric.startswith(HELD):  # such a test says nothing about the rest of the client's data
         single = scores.attack[scores.named(MEMBER) & ~np.isnan(scores.value)]
         rows = rows.where(~np.isin(rows.attack, single))
-    return replace(rows, value=np.clip(rows.value, 0, 1))
+    return rows
 
 
 def counted_of_all(scores: Scores, metric: str) -> Scores:
@@ -127,7 +126,7 @@ def _leak(part: Scores, metric: str, round: int | None) -> Leak:
     low, high = clustered_interval(values, clusters, whole=MEASURED[metric].whole) or (None, None)
     some = len(values) > 0
     if some and MEASURED[metric].rate:
-        low, high = Rate(int(np.rint(np.clip(values, 0, 1).sum())), len(values)).interval
+        low, high = Rate(int(np.rint(values.sum())), len(values)).interval
     attack = part.attacks[part.attack[0]]
     return Leak(
         attack=attack,

@@ -29,7 +29,7 @@ ROW = [("round", int), ("client", int), ("attack", object), ("example", int), ("
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """All score rows of a ledger as columns of length N; a missing value, or one beyond LARGEST, is NaN.
+    """All score rows of a ledger as columns of length N; a missing value, or one beyond LARGEST, is NaN; shares are in [0, 1].
 
     Args:
         attack, metric, status: indices into attacks, metrics and statuses, which are sorted.
@@ -67,10 +67,15 @@ class Scores:
         for name in NAMES:
             code = {each: i for i, each in enumerate(names[name])}
             columns[name] = np.array([code[each] for each in table[name]], np.int64)
+        known = [MEASURED.get(name) for name in names["metric"]]
         # infinity stays where the metric caps it
-        capped = np.array([n in MEASURED and MEASURED[n].cap is not None for n in names["metric"]], dtype=bool)
+        capped = np.array([by is not None and by.cap is not None for by in known], dtype=bool)
         values, exact = columns["value"], capped[columns["metric"]] & (columns["value"] == np.inf)
-        columns["value"] = np.where((np.abs(values) > LARGEST) & ~exact, np.nan, values)
+        values = np.where((np.abs(values) > LARGEST) & ~exact, np.nan, values)
+        # a foreign ledger has any value
+        most = [np.inf if by is None else by.whole or (1.0 if by.rate else np.inf) for by in known]
+        ends = np.array([(-np.inf if end == np.inf else 0.0, end) for end in most]).reshape(-1, 2)[columns["metric"]]
+        columns["value"] = np.clip(values, ends[:, 0], ends[:, 1])
         order = np.lexsort([columns[name] for name in ("metric", "example", "attack", "client", "round")])
         columns |= {"attacks": names["attack"], "metrics": names["metric"], "statuses": names["status"]}
         return cls(**columns, **settings).where(order)

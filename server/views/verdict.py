@@ -194,15 +194,13 @@ def _luck_of_labels(hits: Scores) -> float:
     """Return the probability of so many hits, of all clients or of the most exposed one, if the labels identify a quarter."""
     from scipy.special import bdtrc  # takes long to load
 
-    counts, sizes = np.bincount(hits.client, np.clip(hits.value, 0, 1)), np.bincount(hits.client)
+    counts, sizes = np.bincount(hits.client, hits.value), np.bincount(hits.client)
     of_all = bdtrc(counts.sum() - 1, sizes.sum(), BY_LABELS)
     return float(min(of_all, np.count_nonzero(sizes) * bdtrc(counts - 1, sizes, BY_LABELS).min()))
 
 
 def _rate_of(rows: Scores) -> Rate | None:
-    return (
-        Rate(int(np.clip(rows.value, 0, 1).sum()), len(rows)) if len(rows) else None
-    )  # a foreign ledger has any value
+    return Rate(int(rows.value.sum()), len(rows)) if len(rows) else None
 
 
 @viewed

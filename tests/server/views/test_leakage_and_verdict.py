@@ -628,3 +628,14 @@ def test_only_an_attack_has_a_worst_case_and_no_rate_has_one() -> None:
         ("psnr", "matching"): 1.0, ("psnr", "mean_image"): None,
         ("identified", "matching"): None, ("identified", "mean_image"): None,
     }  # fmt: skip
+
+
+def test_shares_of_a_foreign_ledger_are_bounded_when_they_are_read() -> None:
+    values = {"identified": 7.0, "membership": -2.0, "cells": 300.0, "label_accuracy": float("nan"), "psnr": 300.0}
+    rows = Scores.of([(1, 0, "dlg", 0, metric, "converged", value) for metric, value in values.items()])
+    found = dict(zip([rows.metrics[i] for i in rows.metric], rows.value.tolist(), strict=True))
+    assert {m: v for m, v in found.items() if m != "label_accuracy"} == {
+        "identified": 1.0, "membership": 0.0, "cells": 100.0, "psnr": 300.0
+    }  # fmt: skip
+    assert np.isnan(found["label_accuracy"])
+    assert len(Scores.of([])) == 0
