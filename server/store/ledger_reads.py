@@ -125,14 +125,14 @@ class LedgerReads(LedgerFile):
 
     def last_round(self) -> int:
         """Return the last recorded round; 0 before the first."""
-        return self._latest("round", "rounds")
+        return self._latest("rounds")
 
     def last_observed(self) -> int:
         """Return the last round with a client; 0 before the first."""
-        return self._latest("round", "observations")
+        return self._latest("observations")
 
-    def _latest(self, column: str, table: str) -> int:
-        return self._db.execute(f"SELECT max({column}) latest FROM {table}").fetchone()[0] or 0
+    def _latest(self, table: str) -> int:
+        return self._db.execute(f"SELECT max(round) FROM {table}").fetchone()[0] or 0
 
     def score_rows(self) -> Iterator[ScoreRow]:
         """Yield all score rows without objectives.

@@ -58,7 +58,7 @@ def _of_training(reading: RunSnapshot) -> Iterator[Notice]:
 
 def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
     jobs, meta, ledger = reading.jobs, reading.meta, reading.ledger
-    again, waiting = audit_command(reading), jobs.progress.waiting
+    again, waiting = audit_command(reading), jobs.waiting
     if not reading.tables.get("audit", {}).get("curious", True):
         yield Notice("The server was not curious: set [audit] curious = true and run again.")
     elif waiting and meta.get("replay") == "mismatch":
@@ -69,7 +69,7 @@ def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:
     elif waiting:
         at_work = reading.state in ("training", "attacking") or _is_resumable(reading)
         yield Notice(f"{jobs.words}.") if at_work else Notice(f"{jobs.words}. Continue with:", again)
-    elif not jobs.progress.total and any(o["digest"] for o in reading.observations):
+    elif not jobs.total and any(o["digest"] for o in reading.observations):
         yield Notice("Updates were recorded, but no attack is planned for them. Attack them with:", again)
     if words := none_accepted(ledger) or inapplicable(ledger):
         yield Notice(f"{words}.")

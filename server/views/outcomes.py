@@ -6,7 +6,6 @@ from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_types import sanitised
 from fedgauge.server.views.formatting import listed
 from fedgauge.server.views.participation import participation
-from fedgauge.server.views.snapshot import Jobs
 
 MOST_DEVICES = 8  # devices in a sentence
 MOST_REASONS = 10  # distinct reasons in one sentence
@@ -49,12 +48,3 @@ def attacked_on(ledger: Ledger) -> str:
     """Name the devices and precision of the attacks, such as "attacked on cuda:0 NVIDIA H100, float32 (IEEE)"."""
     each = list(map(sanitised, ledger.devices()))
     return f"attacked on {listed(each, MOST_DEVICES)}" if each else ""
-
-
-def work_words(jobs: Jobs) -> list[str]:
-    """Describe the state of the attacks: counts and time left."""
-    of = jobs.progress
-    words = [jobs.words, *(f"{n} {what}" for n, what in ((of.leased, "running"), (of.queued, "waiting")) if n)]
-    if (left := jobs.seconds_left) is None:
-        return words
-    return [*words, f"about {left / 60:.0f} min left" if left >= 60 else f"about {max(1, left):.0f} s left"]

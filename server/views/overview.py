@@ -13,7 +13,7 @@ from fedgauge.server.views.formatting import scenario_line
 from fedgauge.server.views.gallery import Gallery, worst_cases
 from fedgauge.server.views.leak_tables import membership_table, rounds_table, summary_table
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.outcomes import attacked_on, work_words
+from fedgauge.server.views.outcomes import attacked_on
 from fedgauge.server.views.participation import app_clients_table, participation
 from fedgauge.server.views.privacy import canaries, spent_in
 from fedgauge.server.views.server_attacks import server_attack_effects
@@ -33,9 +33,9 @@ class RunProgress:
         jobs, plan = reading.jobs, reading.plan_coverage
         self.round, self.rounds = max(reading.rounds, default=0), reading.tables["rounds"]
         self.accuracy, self.utility = final_accuracy(reading.rounds), reading.scores.label_kind.utility
-        self.done, self.failed, self.expected = jobs.progress.done, jobs.progress.failed, jobs.expected
+        self.done, self.failed, self.expected = jobs.done, jobs.failed, jobs.expected
         attacked = f"{plan.attacked} of {plan.updates} planned updates attacked"
-        self.words = " · ".join([jobs.words, attacked, *work_words(jobs)[1:]])
+        self.words = " · ".join([jobs.words, attacked, *jobs.work[1:]])
 
 
 class KnowledgeCard(NamedTuple):

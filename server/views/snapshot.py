@@ -106,32 +106,37 @@ class RunLine:
 
 
 @dataclass(frozen=True)
-class Jobs:
+class Jobs(Progress):
     """Jobs of a run's attacks, baselines and limits.
 
     Args:
-        progress: of the existing jobs.
         to_come: number of jobs that the remaining rounds will add if every client takes part.
         seconds_left: time until all have ended; None if unknown, or while none waits.
     """
 
-    progress: Progress
     to_come: int = 0
     seconds_left: float | None = None
 
     @property
     def expected(self) -> int:
-        return self.progress.total + self.to_come
+        return self.total + self.to_come
 
     @property
     def left(self) -> int:
-        return self.progress.waiting + self.to_come
+        return self.waiting + self.to_come
 
     @property
     def words(self) -> str:
         """Counts, such as "12 of 40 jobs done, 2 failed"."""
-        failed = f", {self.progress.failed} failed" if self.progress.failed else ""
-        return f"{self.progress.done} of {self.expected} jobs done{failed}"
+        return f"{self.done} of {self.expected} jobs done{f', {self.failed} failed' if self.failed else ''}"
+
+    @property
+    def work(self) -> list[str]:
+        """The state of the attacks: counts and time left."""
+        words = [self.words, *(f"{n} {what}" for n, what in ((self.leased, "running"), (self.queued, "waiting")) if n)]
+        if (left := self.seconds_left) is None:
+            return words
+        return [*words, f"about {left / 60:.0f} min left" if left >= 60 else f"about {max(1, left):.0f} s left"]
 
 
 def viewed(make: Make) -> Make:
@@ -283,7 +288,8 @@ class RunSnapshot:
         if scenario is not None and scenario.audit.curious:
             rounds = int(self.meta.get("rounds") or scenario.protocol.rounds)
             to_come = expected_jobs(scenario, max(self.ledger.last_observed(), max(self.rounds, default=0)), rounds)
-        return Jobs(self.progress, to_come, self.ledger.seconds_left(to_come) if self.progress.waiting else None)
+        left = self.ledger.seconds_left(to_come) if self.progress.waiting else None
+        return Jobs(**vars(self.progress), to_come=to_come, seconds_left=left)
 
     @cached_property
     def class_shares(self) -> tuple[float, ...]:

@@ -4,12 +4,12 @@ In an event, a number that is not finite is null; `exact` marks an infinite PSNR
 """
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
+from time import monotonic
 
 from rich.console import Console
 from rich.live import Live
@@ -21,7 +21,6 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import finite, in_unit, is_exact
 from fedgauge.server.views.leakage import Leak
 from fedgauge.server.views.notices import notices
-from fedgauge.server.views.outcomes import work_words
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import best_of, final_accuracy
 from fedgauge.server.views.verdict import verdict_of
@@ -29,22 +28,14 @@ from fedgauge.simulations.live.log import Log, emit
 
 EVERY = 1.0  # seconds between two readings of the ledger
 PLAIN_EVERY = 5.0  # seconds between plain lines
-Clock = Callable[[], float]  # seconds since any moment
 
 
 class View:
-    """View that shows nothing.
+    """View that shows nothing; `note`: what the run waits for."""
 
-    Args:
-        clock: for the time between two readings.
-
-    Attributes:
-        note: what the run waits for.
-    """
-
-    def __init__(self, reading: RunSnapshot, clock: Clock = time.monotonic) -> None:
+    def __init__(self, reading: RunSnapshot) -> None:
         self.reading, self.note = reading, ""
-        self._clock, self._started, self._read_at = clock, clock(), -inf
+        self._started, self._read_at = monotonic(), -inf
 
     @contextmanager
     def shown(self) -> Iterator["View"]:
@@ -56,9 +47,9 @@ class View:
 
     def refresh(self, force: bool = False) -> bool:
         """Read changes, at most once a second unless forced; return True if there were any."""
-        if not force and self._clock() - self._read_at < EVERY:
+        if not force and monotonic() - self._read_at < EVERY:
             return False
-        self._read_at, before = self._clock(), self.reading.version
+        self._read_at, before = monotonic(), self.reading.version
         with self.reading.now():
             return self.reading.version != before
 
@@ -84,7 +75,7 @@ class Lines(View):
             self._print(force=True)
 
     def update(self) -> None:
-        if self._clock() - self._printed >= PLAIN_EVERY:
+        if monotonic() - self._printed >= PLAIN_EVERY:
             self._print()
 
     def say(self, text: str) -> None:
@@ -92,17 +83,17 @@ class Lines(View):
 
     def _print(self, force: bool = False) -> None:
         self.refresh(force)
-        self._printed = self._clock()
+        self._printed = monotonic()
         if self.line != self._last:
             self._last = self.line
-            self.say(f"[{self._clock() - self._started:5.0f} s] {self._last}")
+            self.say(f"[{monotonic() - self._started:5.0f} s] {self._last}")
 
 
 class LiveLine(Lines):
     """View with one line that is kept up to date, and wiped at the end."""
 
-    def __init__(self, reading: RunSnapshot, console: Console, clock: Clock = time.monotonic) -> None:
-        super().__init__(reading, clock)
+    def __init__(self, reading: RunSnapshot, console: Console) -> None:
+        super().__init__(reading)
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
     @contextmanager
@@ -178,7 +169,7 @@ def progress_line(reading: RunSnapshot) -> str:
     parts = [f"round {max(reading.rounds, default=0)}/{reading.tables['rounds']}"]
     if (accuracy := final_accuracy(reading.rounds)) is not None:
         parts.append(f"{reading.scores.label_kind.utility} {accuracy:.1%}")
-    parts += work_words(jobs)
+    parts += jobs.work
     leaks = [leak for leak in reading.pooled(by.metric).values() if leak.role == "attack"]
     best = by.leakiest((k.best for k in leaks if k.best is not None), float)
     if best is not None and (strongest := best_of(leaks, "attack")):

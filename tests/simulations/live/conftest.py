@@ -28,8 +28,11 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of every view."""
+    clock = Clock()
+    monkeypatch.setattr("fedgauge.simulations.live.view.monotonic", clock)
+    return clock
 
 
 def begun(folder: Path, **changes: object) -> Run:

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.store.ledger_types import Progress
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
-from fedgauge.server.views.outcomes import work_words
 from fedgauge.server.views.snapshot import Jobs, RunSnapshot
 from fedgauge.simulations.live.view import leaks_by_round
 from tests.simulations.live.conftest import PLAN, TABLES, intake, work
@@ -70,13 +68,13 @@ def test_the_states_of_jobs_are_counted(tmp_path: Path) -> None:
             work(ledger, lambda: 20.0, waves=1)
             assert ledger.lease() is not None
             # the first round's six are there, the second's are still expected; its row in `rounds` comes after its jobs
-            assert (jobs().progress.total, jobs().expected) == (6, 14)
-            assert (jobs().progress.done, jobs().progress.leased) == (2, 2)
+            assert (jobs().total, jobs().expected) == (6, 14)
+            assert (jobs().done, jobs().leased) == (2, 2)
             work(ledger, lambda: 20.0, waves=1)
             assert jobs().seconds_left is None, "of an attack that has never ended nothing is known"
             ledger.release()
             work(ledger, lambda: 20.0, waves=1)
-            assert (jobs().progress.total, jobs().progress.waiting, jobs().expected) == (6, 0, 14)
+            assert (jobs().total, jobs().waiting, jobs().expected) == (6, 0, 14)
             intake(ledger, 2, clients=2)
             ledger._db.execute("UPDATE scores SET seconds = 10 WHERE attack = 'matching'")
             reading.version = ()
@@ -86,7 +84,7 @@ def test_the_states_of_jobs_are_counted(tmp_path: Path) -> None:
 
 
 def test_the_time_left_is_never_no_minutes() -> None:
-    assert [work_words(Jobs(Progress(queued=1), seconds_left=s))[-1] for s in (0.2, 29.4, 145)] == [
+    assert [Jobs(queued=1, seconds_left=s).work[-1] for s in (0.2, 29.4, 145)] == [
         "about 1 s left",
         "about 29 s left",
         "about 2 min left",

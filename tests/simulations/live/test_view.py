@@ -35,7 +35,7 @@ def test_who_looks_decides_on_the_view(taped: Run) -> None:
 def test_a_line_says_what_it_counts_and_what_it_waits_for(
     taped: Run, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    view = Lines(RunSnapshot(taped), clock)
+    view = Lines(RunSnapshot(taped))
     view.note = "waiting for Flower"
     with view.shown(), taped.ledger() as ledger:
         view.update()
@@ -76,7 +76,7 @@ def test_a_note_is_shown_before_the_first_round(run: Run, capsys: pytest.Capture
 def test_a_live_line_follows_the_ledger_and_is_wiped(run: Run, clock: Clock) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, legacy_windows=False, _environ={})
-    view = LiveLine(RunSnapshot(run), console, clock)
+    view = LiveLine(RunSnapshot(run), console)
     view.note = "[red]waiting\x07"
     with view.shown(), run.ledger() as other:
         view.update()
