@@ -13,7 +13,7 @@ from fedgauge.server.views.formatting import listed
 
 MOST_ROUNDS = 5  # named in a sentence
 SELECTION = ("rounds", "every", "clients")  # keys of [audit] that choose what is attacked
-REFUSED, LOST, NO_JOB, WAITING = "refused", "lost", "without a job", "waiting"
+ATTACKED, REFUSED, LOST, NO_JOB, WAITING = "attacked", "refused", "lost", "without a job", "waiting"
 FATES = (REFUSED, LOST, NO_JOB, WAITING, "failed", "not applicable")  # the order in which they are reported
 
 
@@ -92,31 +92,17 @@ def plan_coverage(ledger: Ledger, tables: Mapping[str, Any], training: bool) -> 
         rounds = {o["round"] for o in ledger.observations() if plan.attacks_round(o["round"])}
     else:
         rounds = set(filter(plan.attacks_round, range(1, last + 1)))
+    seen = [o for o in ledger.observations() if o["round"] in rounds and o["status"] != "missing"]
+    accepted = {o["round"] for o in seen if o["status"] == "accepted"}
     fates = {(row["round"], row["client"]): row["status"] for row in ledger.fates()}
-    missed = Counter[str]()
-    updates: set[tuple[int, int]] = set()
-    attacked, accepted, chosen = set[int](), set[int](), set[int]()
-    for o in sorted(ledger.observations(), key=lambda o: bool(o["status"] != "accepted")):
+    updates: dict[tuple[int, int], str] = {}  # a secure sum's by its first client, once
+    for o in sorted(seen, key=lambda o: bool(o["status"] != "accepted")):
         round, client = o["round"], o["client"]
-        if round not in rounds or o["status"] == "missing":
-            continue
-        if o["status"] == "accepted":
-            accepted.add(round)
-        if not plan.targets(round, [client], attack):
-            continue
-        update = round, protocol.group(client)[0] if protocol else client
-        if update in updates:  # one update a secure sum
-            continue
-        updates.add(update)
-        chosen.add(round)
-        fate = fates.get((round, client), "")
-        if fate == "attacked":
-            attacked.add(round)
-        elif o["status"] != "accepted":
-            missed[REFUSED] += 1
-        elif fate:
-            missed[fate] += 1
-        else:
-            missed[NO_JOB if o["digest"] else LOST] += 1
+        if plan.targets(round, [client], attack):
+            lost = REFUSED if o["status"] != "accepted" else NO_JOB if o["digest"] else LOST
+            fate = fates.get((round, client), lost)
+            updates.setdefault((round, protocol.group(client)[0] if protocol else client), fate)
+    attacked = {round for (round, _), fate in updates.items() if fate == ATTACKED}
+    chosen, missed = {round for round, _ in updates}, Counter(fate for fate in updates.values() if fate != ATTACKED)
     never = sorted(round for round in rounds - attacked if round in chosen or round not in accepted)
     return PlanCoverage(len(updates), missed, len(rounds), tuple(never))
