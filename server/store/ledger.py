@@ -11,7 +11,6 @@ from fedgauge.server.store.ledger_queue import JobQueue
 from fedgauge.server.store.ledger_types import (
     DEPLOYMENT,
     OWN,
-    STARTED,
     Participation,
     RecordedProblem,
     sanitised,
@@ -54,8 +53,7 @@ class Ledger(JobQueue):
     @property
     def foreign(self) -> bool:
         """True if a user's own app trains the run."""
-        meta = self.meta()
-        return meta.get("mode") == DEPLOYMENT and not any(key == OWN or key.startswith(STARTED) for key in meta)
+        return self.deployed and OWN not in self.meta()
 
     def nodes(self) -> dict[int, str]:
         """Return Flower's node ids by client of a user's own app."""

@@ -166,7 +166,7 @@ class RunSnapshot:
         self.lock = Lock()
         self.version: tuple[object, ...] = ()
         self.views: dict[Any, Any] = {}
-        self._scenario: Scenario | str | None = scenario
+        self._given = scenario
 
     @contextmanager
     def now(self) -> Iterator["RunSnapshot"]:
@@ -299,6 +299,14 @@ class RunSnapshot:
         counts = np.bincount(scenario.federation.shards.dataset.labels.numpy())
         return tuple((counts[counts > 0] / counts.sum()).tolist())
 
+    @cached_property
+    def _scenario(self) -> Scenario | str:
+        try:
+            with offline():
+                return self._given or self.run.scenario()
+        except (SpecError, OSError, ValueError) as error:
+            return str(error)
+
     @property
     def scenario(self) -> Scenario:
         """The built scenario.
@@ -306,12 +314,6 @@ class RunSnapshot:
         Raises:
             SpecError: this machine cannot build it.
         """
-        if self._scenario is None:
-            try:
-                with offline():
-                    self._scenario = self.run.scenario()
-            except (SpecError, OSError, ValueError) as error:
-                self._scenario = str(error)
         if isinstance(self._scenario, str):
             raise SpecError(self._scenario)
         return self._scenario
@@ -319,9 +321,7 @@ class RunSnapshot:
     @property
     def built(self) -> Scenario | None:
         """The built scenario; None if this machine cannot build it."""
-        with suppress(SpecError):
-            return self.scenario
-        return None
+        return None if isinstance(self._scenario, str) else self._scenario
 
 
 @contextmanager
