@@ -181,14 +181,6 @@ class AppRecorder:
         figures = {round: test_figures(_numbers(record)) for round, record in metrics.items()}
         self.later("evaluation", partial(self._enter_figures, figures))
 
-    def flush(self) -> None:
-        """Wait until what has passed so far is written."""
-        done = threading.Event()
-        self.later("a round", self._flush)
-        self.later("a wait", done.set)
-        while self._writer.is_alive() and not done.wait(0.1):
-            pass
-
     def close(self, state: str = "trained") -> None:
         """Record that the app's training is over, once, and log the command that attacks what was recorded."""
         self.end(state)

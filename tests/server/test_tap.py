@@ -214,7 +214,10 @@ def tap(*args: Any) -> Any:
 
 def opened(folder: Path) -> tuple[Run, list[Any], list[Any]]:
     for recorder in list(RECORDERS):
-        recorder.flush()
+        recorder.later("a round", recorder._flush)
+        recorder.later("a wait", (done := threading.Event()).set)
+        while recorder._writer.is_alive() and not done.wait(0.1):
+            pass
     run = Run.open(folder)
     with run.ledger() as ledger:
         return run, ledger.observations(), ledger.problems()
