@@ -9,13 +9,12 @@ from pathlib import Path
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.plan import attack_name, modalities_of
 from fedgauge.client import toml_text
-from fedgauge.client.components import SpecError, Table, call, check_arguments, coerce, errors_in, resolve, settings_of
+from fedgauge.client.components import SpecError, Table, call, check_arguments, errors_in, resolve, settings_of
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.files import read_file
 from fedgauge.client.models.build import MODEL
 from fedgauge.server.store.scenario import component_of
-from fedgauge.simulations.experiments.sweep_file import layered
-from fedgauge.simulations.reproduction.grid import Cell, expand
+from fedgauge.simulations.reproduction.grid import HEAD, Cell, expand
 from fedgauge.simulations.reproduction.measures import all_measures
 from fedgauge.simulations.reproduction.paper_tables import (
     STRONGEST,
@@ -27,9 +26,6 @@ from fedgauge.simulations.reproduction.paper_tables import (
 )
 
 PAPERS = Path(__file__).parents[1] / "papers"
-HEAD = ("title", "note", "seed", "version")
-CELL_KEYS = ("data", *(f.name for f in fields(Setting) if f.name not in ("name", "images", "attacks")))
-JOINED = ("data", "model", "train")
 
 
 def packaged() -> dict[str, Path]:
@@ -53,34 +49,10 @@ def load(name: str) -> PaperTable:
 
 def parse(name: str, tables: Table) -> PaperTable:
     """Make a table from parsed TOML, with the cells of its grid."""
-    cells = tuple(map(_setting, _with_references(expand(tables, CELL_KEYS, JOINED, (*HEAD, "reference")), tables)))
+    cells = tuple(map(_setting, expand(tables)))
     _check_distinct("cells", [cell.name for cell in cells])
     head = {"title": "", "note": "", "seed": 0} | {key: tables[key] for key in HEAD if key in tables}
     return PaperTable(**check_arguments(PaperTable, head, "the table", {"name": name, "cells": cells}), cells=cells)
-
-
-def _with_references(cells: Sequence[Cell], tables: Table) -> list[Cell]:
-    """The cells, with the paper's figures of [reference] at the attacks that it names.
-
-    Raises:
-        SpecError: it names an attack that no cell has.
-    """
-    made = [(cell.name, str(attack_name(attack))) for cell in cells for attack in cell.attacks]
-    references = [
-        (pattern, attack, {"paper": coerce(figures, dict, f"[reference] {pattern!r}, {attack!r}")})
-        for pattern, by_attack in coerce(tables.get("reference", {}), dict, "[reference]").items()
-        for attack, figures in coerce(by_attack, dict, f"[reference] {pattern!r}").items()
-    ]
-    for pattern, attack, _ in references:
-        if not any(fnmatchcase(cell, pattern) and fnmatchcase(called, attack) for cell, called in made):
-            raise SpecError(f"[reference] names {pattern!r}, {attack!r}: no cell of the grid has such an attack")
-
-    def with_figures(cell: str, attack: Table) -> Table:
-        called = str(attack_name(attack))
-        figures = [paper for c, a, paper in references if fnmatchcase(cell, c) and fnmatchcase(called, a)]
-        return layered([attack, *figures], ("paper",), f"cell {cell}, attack {called}")
-
-    return [replace(cell, attacks=[with_figures(cell.name, attack) for attack in cell.attacks]) for cell in cells]
 
 
 def _setting(cell: Cell) -> Setting:
