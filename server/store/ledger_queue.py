@@ -235,7 +235,7 @@ class JobQueue(LedgerReads):
         order = "j.round, j.client, a.role = 'baseline', a.id"
         return self._finished(f"{chosen} ORDER BY {order}", again)
 
-    def _finished(self, chosen: str, *values: object) -> list[FinishedJob]:
+    def _finished(self, chosen: str, *values: str | bool) -> list[FinishedJob]:
         rows = self._db.execute(f"{_FACTS} WHERE {chosen}", (OBJECTIVE, *values))
         return [FinishedJob(**dict(row)) for row in rows]
 
