@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -246,16 +247,27 @@ def _places(name: str) -> list[str]:
 
 
 def _examples(rounds: Sequence[Facts]) -> tuple[int, int, bool]:
-    """Return a client's examples of a round, the passes over them, and whether their order changes."""
-    orders = [[row.tobytes() for row in read_npz(Path(facts["data"]))["x"]] for facts in rounds]
-    total, unique = len(orders[0]), len(set(orders[0]))
-    epochs = total // unique if total % unique == 0 else 1
-    n = total // epochs
-    parts = [order[i : i + n] for order in orders for i in range(0, len(order), n)]
-    if any(set(part) != set(parts[0]) for part in parts[:epochs]):
-        n, epochs = total, 1  # repeats are not epochs
-    reordered = any(part != parts[0] and set(part) == set(parts[0]) for part in parts)
-    return n, epochs, reordered
+    """Return a client's examples of a round, the epochs over them, and whether their order changes.
+
+    An epoch begins with a batch, so that equal examples in a batch are no epochs.
+    """
+    orders = [[b"".join(parts) for parts in zip(*_rows(facts), strict=True)] for facts in rounds]
+    total, ends = len(orders[0]), {*np.cumsum(rounds[0]["sizes"]).tolist()}
+    for epochs in range(len(ends), 0, -1):
+        n = total // epochs
+        if total % epochs or not ends.issuperset(range(n, total, n)):
+            continue
+        parts = [order[i : i + n] for order in orders for i in range(0, len(order), n)]
+        whole = Counter(parts[0])
+        if all(Counter(part) == whole for part in parts[1:epochs]):
+            break
+    return n, epochs, any(part != parts[0] and Counter(part) == whole for part in parts)
+
+
+def _rows(facts: Facts) -> Iterable[list[bytes]]:
+    """Yield the inputs and, if every example has one, the labels, each as bytes."""
+    arrays = read_npz(Path(facts["data"]))
+    return ([row.tobytes() for row in array] for array in arrays.values() if len(array) == len(arrays["x"]))
 
 
 def _data(

@@ -1,14 +1,16 @@
 """What a draft says of an upload, of frozen layers and of rounding."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fedgauge.attacks.base import Observation
 from fedgauge.simulations.rehearsal import rehearse
-from fedgauge.simulations.rehearsal.draft import Draft, _networks, check_reported, layers_of
+from fedgauge.simulations.rehearsal.draft import Draft, _examples, _networks, check_reported, layers_of
 
 
 @pytest.mark.parametrize(("examples", "noted"), [(200, []), (4000, ["examples"])])
@@ -52,3 +54,23 @@ def test_the_largest_of_several_roundings_counts(
     images: Any = (SimpleNamespace(language=None), None)
     seen = Observation(1, 0, true, true)
     assert rehearse._compared(update, nothing, seen, nothing, images, 0.0)[2] is explained
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "sizes", "found"),
+    [
+        pytest.param([1, 2, 3, 1], [0, 1, 2, 0], [2, 2], (4, 1, False), id="an example twice in an epoch"),
+        pytest.param([1, 2, 1, 1, 1, 2], [0, 1, 0, 0, 0, 1], [2, 1, 2, 1], (3, 2, True), id="twice in each of two"),
+        pytest.param([5, 5, 5, 5], [0, 1, 2, 3], [4], (4, 1, False), id="equal images in a batch"),
+        pytest.param([5, 5, 5, 5], [0, 1, 2, 3], [2, 2], (4, 1, False), id="equal images, other labels"),
+        pytest.param([5, 5, 5, 5], [0, 0, 0, 0], [4], (4, 1, False), id="equal examples in a batch"),
+        pytest.param([1, 2, 1, 2], [], [4], (4, 1, False), id="a batch of two halves"),
+        pytest.param([1, 2, 1, 2], [], [2, 2], (2, 2, False), id="two epochs"),
+    ],
+)
+def test_equal_examples_are_no_epochs(
+    x: list[float], y: list[int], sizes: list[int], found: tuple[int, int, bool], tmp_path: Path
+) -> None:
+    path = tmp_path / "node-1-1.npz"
+    np.savez(path, x=np.array(x)[:, None], y=np.array(y))
+    assert _examples([{"data": str(path), "sizes": sizes}]) == found
