@@ -74,7 +74,8 @@ def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> s
         ledger.describe("grading", {r["name"]: GRADED for r in ledger.attacks() if r["role"] not in LIMITS})
         if blind := unchecked(source.federation):
             words += f"; whether the examples give the updates was not checked: {blind}"
-        doubts = _doubts(source, found)
+        observed = ledger.meta().get("examples") == "observed" and truth.folder == run.folder.absolute() / "truth"
+        doubts = "" if observed else _doubts(source, found)  # the order of training is known only for what was observed
         ledger.set_meta(grading=words, ungraded=why, truth=str(truth.folder), truth_doubts=doubts)
     return words
 
@@ -105,7 +106,7 @@ def _doubts(source: TapeSource, found: Found) -> str:
     except Exception as error:  # a user's network may raise anything; the grades stand without this check
         doubts.append(f"whether the truth gives the updates was not checked: {type(error).__name__}: {error}")
     words = "; ".join([each for each in doubts if each][:MOST_DOUBTS])
-    why = "is it another client's, another scale, another round, or is the local training not as [[chain]] says?"
+    why = "it may be another client's, another round's or of another scale, or clients do not train as [[chain]] says"
     return f"{words}: {why}" if words else ""
 
 

@@ -61,6 +61,13 @@ def test_a_truth_that_does_not_give_the_updates_is_doubted_and_the_right_one_is_
         assert "wrong examples" in report
     assert main(["audit", str(run.folder), "--truth", str(right)]) == 0
     assert "WARNING" not in capsys.readouterr().out and run.ledger().meta()["truth_doubts"] == ""
+    with run.ledger() as ledger:
+        ledger.set_meta(examples="observed")
+    observed = changed(right, run.folder / "truth", swapped=True)
+    assert main(["audit", str(run.folder), "--truth", str(observed)]) == 0
+    assert run.ledger().meta()["truth_doubts"] == "", (
+        "these are what clients were seen to train on, in an order of theirs"
+    )
     binary = changed(right, tmp_path / "binary", x=lambda x: (x > 127).astype(np.uint8))
     assert main(["audit", str(run.folder), "--truth", str(binary)]) == 2
     assert "0 and 1 as uint8" in capsys.readouterr().err
