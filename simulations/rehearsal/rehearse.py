@@ -267,9 +267,9 @@ def _proof(
 ) -> tuple[str, float, set[int]]:
     """Return how well the draft, in the observed order, gives a client's first update, and the CPU seconds it took.
 
-    Also return the clients that train otherwise and are not attacked. Uploads may be gradients, and a rate that
-    was not observed is fitted: both are written into the draft, and also if the draft gives the first update and not the last, so
-    that only the first round is attacked.
+    Also return the clients that train otherwise and are not attacked. Uploads may be gradients, a rate that was not observed and
+    the bound of clipping are fitted: all are written into the draft, and also if the draft gives the first update and not the
+    last, so that only the first round is attacked.
 
     Args:
         trained: recorded trainings of the attacked clients; the first one's rate is fitted.
@@ -284,7 +284,8 @@ def _proof(
             source = TapeSource(scenario.federation, run=run, ledger=ledger)
             seen = source.observation(row["round"], client, row["digest"])
             update, seconds = _computed(scenario, seen, facts, kind)
-            along, length = _dot(update, seen.update), _dot(update, update)
+            along, length, size = _dot(update, seen.update), _dot(update, update), _dot(seen.update, seen.update)
+            shorter = (1 - EXACT**2) * length * size < along**2 < (1 - EXACT) ** 2 * length**2 and along > 0
             if replies == "updates" and along < 0:
                 draft.add("[tape]", "uploads point against the steps of the training", replies="gradients")
             elif not facts["steps"] and along > 0 and abs(along / length - 1) > ROUNDING:
@@ -292,6 +293,10 @@ def _proof(
                     line._replace(value=line.value * along / length) if line[:2] == ("[[chain]]", "rate") else line
                     for line in draft.lines
                 ]
+            elif shorter:
+                draft.add(
+                    "[[chain]]", "uploads only shorten what clients trained", use="clip", max_norm=math.sqrt(size)
+                )
             else:
                 break
             scenario = draft.scenario()
@@ -315,7 +320,7 @@ def _proof(
             return _compared(_computed(scenario, seen, facts, kind)[0], scenario, seen, facts, kind, step)[2]
 
         # what was left out made no difference
-        draft.problems = [problem for problem in draft.problems if problem.code != "arguments"]
+        draft.problems = [problem for problem in draft.problems if problem.code not in ("arguments", "mods")]
         ledger.set_meta(replay="ok", replay_detail=f"{where}: relative error {off:.1e}, from the observed examples")
         if later and (later[-1][1]["sizes"] != facts["sizes"] or not fits(*later[-1])):
             draft.add("[audit]", "later rounds train otherwise", rounds=[row["round"]])

@@ -240,6 +240,13 @@ for images, labels in loader:
         "imports": "from flwr.clientapp.mod import LocalDpMod\n",
         "mods": "mods=[LocalDpMod(1.0, 0.5, 50.0, 1e-5)]",
     },
+    "clipped": {
+        "imports": """from flwr.clientapp.mod import fixedclipping_mod
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping as Private
+""",
+        "mods": "mods=[fixedclipping_mod]",
+        "server": "Private(FedAvg(fraction_evaluate=0.0), 0.1, 0.01, 4).start(grid, start, num_rounds=rounds)",
+    },
     # ------------------------------------------------------------------------------------------ labels and losses
     "multi_label": {
         "train": """findings = torch.stack([(y % 2 == k % 2).float() for k in range(10)], 1)
