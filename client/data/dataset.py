@@ -110,7 +110,8 @@ class Dataset:
             yield "the training labels are of one class: there is nothing to learn, and every label is known"
         channels = self.shape[0] if self.dtype == torch.uint8 or self.mean else 0
         if len(self.mean) != channels or len(self.std) != channels or not all(s > 0 for s in self.std):
-            yield f"mean {self.mean} and std {self.std} should be {channels} numbers each, those of std above 0"
+            flat = ": all training pixels of a colour are equal: set std" if "std" in self.fitted else ""
+            yield f"mean {self.mean} and std {self.std} should be {channels} numbers each, those of std above 0{flat}"
 
     def normalise(self, x: Tensor) -> Tensor:
         """x (..., C, H, W) in [0, 1] to zero mean and unit variance per channel; x itself if there is no mean."""

@@ -229,7 +229,7 @@ FLAT = np.zeros((12, 6, 5, 3), np.uint8)
         ({"x": FLAT.astype(np.float32)}, "x has dtype torch.float32"),
         ({"x": np.zeros((12, 30), np.uint8)}, "x has examples of shape (30,)"),
         ({"x": FLAT[..., :2]}, "x has examples of shape (6, 5, 2)"),
-        ({"x": FLAT}, "std"),
+        ({"x": FLAT}, "set std"),
         ({"y": np.arange(11) % 3}, "11 labels"),
         ({"y": np.zeros(12, np.int64)}, "one class"),
         ({"y": np.arange(12) - 1}, "labels of x"),
