@@ -230,7 +230,7 @@ class _Trial:
             trial = replace(self, known=doubled(self.known), params=params, x=self.x.double(), y=y, weights=weights)
             with torch.no_grad():
                 found = trial.updates(trial.x)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # a user's model may raise anything, such as by an assertion of float32
             raise_if_exhausted(error)
             return self
         return trial if all(t.dtype == torch.float64 for t in found.values()) else self

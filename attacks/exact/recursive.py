@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
+from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.compatibility import doubled
 from fedgauge.attacks.engine.computation import LayerCall, LayerCallRecorder, along, close, run, undisturbed
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader, check_one_example, labels_of
@@ -242,7 +243,8 @@ def stages_of(model: nn.Module, shape: Sequence[int]) -> list[_Stage]:
         try:
             run(model, params, x)
             again = run(model, params, other)
-        except (RuntimeError, TypeError, ValueError) as error:  # the network's own words for one example
+        except Exception as error:  # a user's network may raise anything for one example
+            raise_if_exhausted(error)
             _decline("forward", f"fails on one example ({type(error).__name__})")
     own = {k: p.double().cpu() for k, p in params.items()}
     steps = [_classified(step, own) for step in recorder.steps()]

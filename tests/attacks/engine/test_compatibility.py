@@ -96,6 +96,16 @@ def test_reading_what_does_not_depend_on_the_batch_leaves_one_pass() -> None:
     assert Problems(objective, wave, known, known.labels, 1, torch.float32).way.route == "one pass"
 
 
+def test_a_model_that_insists_on_float32_is_tried_in_it() -> None:
+    def insisting(x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32, "convert to float32 first"
+        return x
+
+    wave, known, _ = scene(model=Deciding(insisting))
+    differentiation_of(known, wave.params, True)
+    assert {dtype for _, dtype in compatibility._chosen[known.model]} == {torch.float32}
+
+
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_half_precision_is_declined(kind: torch.dtype) -> None:
     model = network()

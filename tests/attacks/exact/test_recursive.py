@@ -278,6 +278,18 @@ def test_other_networks_are_declined_with_the_operation(
     assert attack(model, smooth(3, shape)).status == "not_applicable"
 
 
+class Particular(nn.Linear):
+    """Takes no input at all, as timm's networks say of a side that is no multiple of their patches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("input should be divisible by patch size")
+
+
+def test_a_network_that_fails_is_declined_whatever_it_raises() -> None:
+    with pytest.raises(Unattackable, match="AssertionError"):
+        stages_of(Particular(4, 4), SMALL)
+
+
 def test_batches_are_declined() -> None:
     batch = Batch(torch.rand(2, *SMALL), torch.tensor([1, 2]))
     assert attack(mlp(SMALL, CLASSES, [20]), batch).status == "not_applicable"
