@@ -14,7 +14,7 @@ from fedgauge.server.views.notices import notices
 from fedgauge.server.views.snapshot import RunLine, read_once, tables_of
 from fedgauge.server.views.tables import Table
 from fedgauge.simulations.cli.finding_runs import all_runs, find_run, find_runs
-from fedgauge.simulations.cli.options import NO_RUNS, Commands, days, path, tell
+from fedgauge.simulations.cli.options import NO_RUNS, Commands, between, days, path, tell
 from fedgauge.simulations.cli.run_summary import wide_console
 from fedgauge.simulations.reports.terminal import rich_table
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
@@ -23,7 +23,7 @@ from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 def add_to(commands: Commands) -> None:
     commands.add(runs, with_run=False)
     text = "for attacks in flight (default: 120)"
-    commands.add(stop).add_argument("--patience", type=float, default=120.0, metavar="SECONDS", help=text)
+    commands.add(stop).add_argument("--patience", type=between(float, 0), default=120.0, metavar="SECONDS", help=text)
     old = commands.add(prune, with_run=False)
     path(old, "run", "RUN", "default: all of --runs", nargs="*")
     old.add_argument(

@@ -93,6 +93,7 @@ def doctor(options: argparse.Namespace) -> int:
 
     file: Path | None = options.scenario
     if file is None:
+        refuse({"--set changes a value of a scenario: name its file": options.set})
         results = examine()
     elif _is_owners(file):
         from fedgauge.simulations.checks.owner_check import check_owner, history

@@ -111,4 +111,5 @@ def markdown(table: Table, right: Collection[str] = ()) -> str:
     """A table as Markdown; the columns with these heads are to the right."""
     heads = [column.head for column in table.columns]
     below = ["---:" if head in right else "---" for head in heads]
-    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in (heads, below, *table.rows))
+    rows = ([str(cell).replace("|", "\\|") for cell in row] for row in (heads, below, *table.rows))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -65,6 +65,8 @@ def _cells(tables: Table) -> list[SweepCell]:
     for i, defense in enumerate(defenses, 1):
         check_keys(defense, KEYS, f"[[defense]] #{i}")
     names = {"defense": [coerce(t.get("name"), str, f"[[defense]] #{i}: name") for i, t in enumerate(defenses, 1)]}
+    if "" in names["defense"]:
+        raise SpecError(f"[[defense]] #{names['defense'].index('') + 1} needs a name")
     chosen = [selection(attack, names, f"[[attack]] #{i}") for i, attack in enumerate(attacks, 1)]
     cells = []
     for name, defense in zip(names["defense"], defenses, strict=True):

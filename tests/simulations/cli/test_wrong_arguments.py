@@ -43,6 +43,13 @@ WRITTEN = ("export good -o PLACE", "app good --draft PLACE", "gate good --junit 
 CASES += [(form, place) for form in WRITTEN for place in ("folder", "below a file")]
 
 
+VALUES = {  # a command with a wrong value, and what names it
+    "doctor --set rounds=3": "--set",
+    "stop run --patience -1": "--patience",
+    "stop run --patience nan": "--patience",
+}
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Everything that a path on the command line may be and should not."""
@@ -90,3 +97,10 @@ def test_unsuitable_paths_are_named(
     last = told.strip().splitlines()[-1]
     assert last.startswith(("fedgauge: ", "fedgauge "))
     assert [p for p in tmp_path.iterdir() if p.name != ".cache"] == [], "nothing was begun"
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("line", VALUES)
+def test_unsuitable_values_are_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(line.split()) == 2
+    assert VALUES[line] in capsys.readouterr().err

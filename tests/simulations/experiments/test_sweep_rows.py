@@ -28,6 +28,11 @@ def test_of_several_seeds_only_the_largest_epsilon_holds_for_all() -> None:
     assert line.split(" | ")[-3] == "3"
 
 
+def test_a_name_with_a_bar_is_one_cell_of_the_table() -> None:
+    (line,) = lines_of([row("clip|noise", "b", 0)])
+    assert line.startswith("| clip\\|noise | ")
+
+
 def test_an_exact_hit_is_inf_in_csv_and_null_in_json_which_says_so(tmp_path: Path) -> None:
     found = [row("none", "a", 0, best=math.inf, exact=True), row("none", "b", 0, best=None)]
     write_tables(tmp_path, found, Sweep("none", ()))
