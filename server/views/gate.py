@@ -72,19 +72,22 @@ class GateResult:
         return f"{self.threshold.metric}: {shown}{self.words}"
 
 
-def gate_metrics(modality: type[Modality]) -> list[str]:
-    leaks = further_leaks()
-    own = [*modality.measured, *MEMBERSHIP, *leaks, EPSILON, *CANARIES]
-    return [*own, *(WORST + name for name in (*modality.measured, *leaks) if not MEASURED[name].rate)]
+def gate_metrics(*modalities: type[Modality]) -> list[str]:
+    leaks, measured = further_leaks(), dict.fromkeys(name for each in modalities for name in each.measured)
+    own = [*measured, *MEMBERSHIP, *leaks, EPSILON, *CANARIES]
+    return [*own, *(WORST + name for name in (*measured, *leaks) if not MEASURED[name].rate)]
 
 
-def check_thresholds(thresholds: Sequence[Threshold], modality: type[Modality]) -> None:
+def check_thresholds(thresholds: Sequence[Threshold], *modalities: type[Modality]) -> None:
     """Check the metrics and directions of thresholds.
 
+    Args:
+        modalities: kinds that the data may be of.
+
     Raises:
-        SpecError: a metric is unknown for this kind of data, or leaks in the other direction.
+        SpecError: a metric is unknown for these kinds of data, or leaks in the other direction.
     """
-    known = gate_metrics(modality)
+    known = gate_metrics(*modalities)
     for threshold in thresholds:
         if threshold.metric not in known:
             near = get_close_matches(threshold.metric, known)

@@ -31,6 +31,8 @@ def add_to(commands: Commands) -> None:
 
 
 def app(options: argparse.Namespace) -> int:
+    from fedgauge.attacks.modality.registry import MODALITIES
+    from fedgauge.server.views.gate import check_thresholds
     from fedgauge.simulations.cli.main import main
     from fedgauge.simulations.cli.result_commands import chosen_thresholds, conclude_gate
     from fedgauge.simulations.rehearsal.flower_app import importing
@@ -39,6 +41,7 @@ def app(options: argparse.Namespace) -> int:
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     settings = {"rounds": options.rounds}
     thresholds = chosen_thresholds(options)
+    check_thresholds(thresholds, *MODALITIES.values())  # which it is of is known only after the training
     for setting in options.set:
         apply_setting(settings, setting)
     folder, draft = options.folder.resolve(), options.draft and options.draft.resolve()

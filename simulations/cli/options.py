@@ -133,4 +133,4 @@ port = between(int, 0, 65535)  # 0: the system chooses a free one
 
 
 def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [int(between(int, 0)(part)) for part in text.split(",")]

@@ -47,6 +47,8 @@ VALUES = {  # a command with a wrong value, and what names it
     "doctor --set rounds=3": "--set",
     "stop run --patience -1": "--patience",
     "stop run --patience nan": "--patience",
+    "audit run --rounds first": "expected a whole number",
+    "app . --fail-above pnsr=20": "did you mean psnr",
 }
 
 

@@ -42,7 +42,7 @@ def test_a_cell_is_the_shared_scenario_with_the_defenses_own_tables(tmp_path: Pa
         ({"attack": []}, "[[attack]]"),
         ({"scenario": {**TABLES["scenario"], "chain": [SGD]}}, "[scenario]: chain"),
         (changed("defense", 0, name=3), "[[defense]] #1: name"),
-        (changed("defense", 2, name=""), "needs a name"),
+        (changed("defense", 1, name=""), "needs a name"),
         (changed("defense", 0, name=""), "unknown defense 'none'"),
         (changed("defense", 0, chian=[]), "'chian'"),
         (changed("defense", 0, chain=[]), "[[chain]]"),
