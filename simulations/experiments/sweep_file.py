@@ -65,9 +65,9 @@ def _cells(tables: Table) -> list[SweepCell]:
     for i, defense in enumerate(defenses, 1):
         check_keys(defense, KEYS, f"[[defense]] #{i}")
     names = {"defense": [coerce(t.get("name"), str, f"[[defense]] #{i}: name") for i, t in enumerate(defenses, 1)]}
+    chosen = [selection(attack, names, f"[[attack]] #{i}") for i, attack in enumerate(attacks, 1)]
     if "" in names["defense"]:
         raise SpecError(f"[[defense]] #{names['defense'].index('') + 1} needs a name")
-    chosen = [selection(attack, names, f"[[attack]] #{i}") for i, attack in enumerate(attacks, 1)]
     cells = []
     for name, defense in zip(names["defense"], defenses, strict=True):
         of_defense = {**defense, "attack": [attack for of, attack in chosen if name in of["defense"]]}
