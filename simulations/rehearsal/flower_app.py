@@ -70,8 +70,8 @@ class FlowerApp:
         if rounds is not None:
             given |= {key: rounds for key in ROUNDS if isinstance(config.get(key), int) and key not in given}
         federations = _table(table, "tool", "flwr", "federations")
-        nodes = [_table(federations, name, "options").get("num-supernodes") for name in federations]
-        nodes = [count for count in nodes if isinstance(count, int)]
+        given_nodes = (_table(federations, name, "options").get("num-supernodes") for name in federations)
+        nodes = [count for count in given_nodes if isinstance(count, int)]
         return cls(folder, parts["serverapp"], parts["clientapp"], config | given, max(nodes, default=None))
 
     def part(self, reference: str) -> Any:
