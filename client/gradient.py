@@ -73,8 +73,8 @@ def gradient(
 ) -> UpdateFn:
     """The bare client: the loss's gradient by every parameter, summed or averaged over the batch as the loss does.
 
-    Penalties of the model's `StochasticLayer` layers are part of the loss. Models that torch.func refuses (custom autograd
-    functions of the old form, some layers) are differentiated by plain autograd.
+    Penalties of the model's `StochasticLayer` layers are part of the loss. Under a transform such as vmap, it is computed by
+    torch.func, elsewhere by plain autograd.
 
     Args:
         model: the update has the names of its parameters; its buffers are used as they are.
@@ -102,7 +102,8 @@ def gradient(
                     value = value if layer.penalty is None else value + layer.penalty
                 return value
 
-            update = _plain(objective, params) if plain else _by_func(objective, params)
+            under_func = not plain and torch._C._functorch.peek_interpreter_stack() is not None
+            update = dict(grad(objective)(params)) if under_func else _plain(objective, params, like_func=not plain)
         if track and tracking:
             with torch.no_grad():
                 functional_call(model, params, (x,))
@@ -118,25 +119,22 @@ def _kept(model: nn.Module) -> Params:
     return {name: b.clone() for name, b in model.named_buffers() if id(b) in held} if held else {}
 
 
-def _by_func(objective: Callable[[Params], Tensor], params: Params) -> Update:
-    """By torch.func, which works under vmap; by plain autograd where it refuses the model."""
-    try:
-        return dict(grad(objective)(params))
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or torch._C._functorch.peek_interpreter_stack() is not None:
-            raise
-        return _plain(objective, params)
+def _plain(objective: Callable[[Params], Tensor], params: Params, like_func: bool) -> Update:
+    """The gradient by plain autograd: torch.func would import torch's compiler first, which takes longer than all else.
 
-
-def _plain(objective: Callable[[Params], Tensor], params: Params) -> Update:
+    Args:
+        like_func: to the last bit as torch.func, whose derivatives are always of a form that can be differentiated further.
+    """
     at = {k: p if p.requires_grad else p.detach().requires_grad_() for k, p in params.items()}
     asked = torch.is_grad_enabled()
     with torch.enable_grad():
         value = objective(at)
         # as torch.func: differentiable only by what the caller can differentiate by
         further = asked and bool(_leaves(value) - {p for k, p in at.items() if not params[k].requires_grad})
-        slopes = torch.autograd.grad(value, list(at.values()), create_graph=further, materialize_grads=True)
-    return dict(zip(at, slopes, strict=True))
+        slopes = torch.autograd.grad(
+            value, list(at.values()), create_graph=further or like_func, materialize_grads=True
+        )
+    return {k: slope if further else slope.detach() for k, slope in zip(at, slopes, strict=True)}
 
 
 def _leaves(value: Tensor) -> set[Tensor]:
