@@ -33,7 +33,8 @@ ZOO = networks()
 # whose kinds of layers are those of a small network of the same family; `python -m tests.zoo.measure` looks at them too
 LIKE_SMALLER = (
     *("resnet18", "mobilenet_v3_small", "densenet121", "regnet_y_400mf", "efficientnet_b0"),
-    *("mobilenet_v2", "inception_v3", "timm mobilenet v3"),
+    *("mobilenet_v2", "inception_v3", "timm mobilenet v3", "mnasnet0_5", "timm tinynet", "timm resnet", "timm regnet"),
+    "vgg with batch norm",
 )
 # libraries warn of their own use of torch, and torch of its kernels
 IGNORED = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:LSTM with projections:UserWarning")

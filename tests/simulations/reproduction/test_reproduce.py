@@ -206,10 +206,12 @@ def small(cell: Setting) -> Setting:
             return replace(spec, table={**spec.table, "draws": 2, "orders": 2, "candidates": 4, "lm_steps": 5})
         if spec.table["use"] in ("gifd", "gi_gip"):
             spec = replace(spec, table={**spec.table, "training": 5})
-        sizes = dict.fromkeys({"size", "pseudo"} & (spec.auxiliary or {}).keys(), 64)
+        inner = {k: min(v, 32) for k, v in spec.table.items() if k in ("hidden", "buckets", "pseudo")}
+        spec = replace(spec, table={**spec.table, **inner})
+        sizes = dict.fromkeys({"size", "pseudo"} & (spec.auxiliary or {}).keys(), 24)
         return spec if spec.auxiliary is None else replace(spec, auxiliary={**spec.auxiliary, **sizes})
 
-    return replace(cell, auxiliary=min(cell.auxiliary, 200), attacks=tuple(map(poor, cell.attacks)))
+    return replace(cell, auxiliary=min(cell.auxiliary, 64), attacks=tuple(map(poor, cell.attacks)))
 
 
 def there(cell: Setting, folder: Path) -> bool:
