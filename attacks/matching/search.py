@@ -10,7 +10,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
 from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult, Variables
-from fedgauge.attacks.engine.optimizers import Descent, lbfgs, minimise, restarted
+from fedgauge.attacks.engine.optimizers import Adam, Descent, lbfgs, minimise, restarted
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.components import Checked, NotNegative, Positive, Share
 
@@ -115,17 +115,16 @@ class AdamSearch(Checked, Search):
     def _descend(self, context: SearchContext, step: Step, variables: Variables, rows: Tensor) -> tuple[int, bool]:
         """Move some problems in place; returns the iterations, and whether the deadline ended them."""
         problems, iterations, done = context.problems, context.budget.iterations, 0
-        optimizer = torch.optim.Adam(variables.values())
+        optimizer = Adam(variables.values())
         while done < iterations and not context.clock.over():
             weight = self.anneal ** max(0.0, 1 - 2 * done / iterations)
             _, slopes = step(variables, rows, weight)
             if self.flat:
                 slopes = self._with_penalty(step, variables, rows, weight, slopes)
-            for name, t in variables.items():
-                slope = slopes[name].nan_to_num(0.0, 0.0, 0.0)
-                t.grad = slope.sign() if self.signed and name in problems.signed else slope
-            optimizer.param_groups[0]["lr"] = self.rate_at(done, iterations)
-            optimizer.step()
+            finite = {name: slopes[name].nan_to_num(0.0, 0.0, 0.0) for name in variables}
+            signed = problems.signed if self.signed else set()
+            moves = [slope.sign() if name in signed else slope for name, slope in finite.items()]
+            optimizer.step(moves, self.rate_at(done, iterations))
             for name, (low, high) in problems.bounds.items():
                 if self.box or name != "x":
                     torch.clamp(variables[name], low, high, out=variables[name])
