@@ -186,7 +186,7 @@ def test_what_is_installed_imports_nothing_that_is_not() -> None:
 
 
 def test_a_notebook_loads_nothing_but_torch() -> None:
-    """The same in a fresh process, where what torch and NumPy import for themselves is the only other thing."""
+    """The same in a fresh process; and clients and searches make torch import nothing more for itself."""
     modules = [
         "fedgauge." + f.removesuffix(".py").replace("/", ".")
         for f in sources()
@@ -199,6 +199,18 @@ for module in {[m.removesuffix(".__init__") for m in modules]}:
     importlib.import_module(module)
 loaded = sorted(set({heavy}) & set(sys.modules))
 assert not loaded, loaded
+
+from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.plan import PlannedAttack
+from fedgauge.attacks.source import FederationSource
+from fedgauge.client.federation import Federation
+from fedgauge.client.protocol import Protocol
+
+links = ({{"use": "local_sgd", "rate": 0.1}},)
+source = FederationSource(Federation(Protocol(0, 1, 1, {{"use": "mnist5k"}}, {{"use": "mlp"}}, links)))
+attack = PlannedAttack.from_table({{"use": "inverting_gradients", "iterations": 1}}, "here")
+assert Auditor(source).audit(attack, source.wave())[0].reconstruction.x is not None
+assert "torch._dynamo" not in sys.modules, "torch's compiler takes longer to import than all else"
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
