@@ -125,6 +125,8 @@ def _plain(objective: Callable[[Params], Tensor], params: Params, like_func: boo
     Args:
         like_func: to the last bit as torch.func, whose derivatives are always of a form that can be differentiated further.
     """
+    if not params:  # nothing is trained
+        return {}
     at = {k: p if p.requires_grad else p.detach().requires_grad_() for k, p in params.items()}
     asked = torch.is_grad_enabled()
     with torch.enable_grad():
