@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -74,6 +75,7 @@ def send(train: Callable[[], Tensor], observed: bool, to: Connection) -> None:
     to.send_bytes(result.numpy().tobytes())
 
 
+@cache
 def trained(train: Callable[[], Tensor], observed: bool, context: BaseContext = CLEAN_FORK) -> bytes:
     """The weights of a training in a process of its own."""
     here, there = context.Pipe()
@@ -101,4 +103,4 @@ def test_an_observed_training_gives_the_same_bits(train: Callable[[], Tensor]) -
 @pytest.mark.full
 def test_a_training_that_imports_the_compiler_under_observation_gives_the_same_bits() -> None:
     """A clean fork has imported it; a fresh process has not."""
-    assert trained(compiled_as_one_graph, True, get_context("spawn")) == trained(compiled_as_one_graph, False)
+    assert trained(compiled_as_one_graph, True, get_context("spawn")) == trained(compiled_as_one_graph, observed=False)
