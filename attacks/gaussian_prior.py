@@ -55,7 +55,7 @@ class GaussianPrior:
         average = float(centred.square().sum()) / (count * size)  # variance of a pixel
         if not average > 0:
             raise ValueError(f"a prior needs auxiliary images that differ, got {count}")
-        variances, axes = _principal(centred)
+        variances, axes = principal(centred)
         shrinkage = _ledoit_wolf(centred, variances, average)
         shrunk = (1 - shrinkage) * variances + shrinkage * average
         return cls(mean, axes, shrunk, shrinkage * average)
@@ -76,7 +76,7 @@ class GaussianPrior:
         return found + ([VarianceBlock(None, self.axes, left, left / self.rest)] if left else [])
 
 
-def _principal(centred: Tensor) -> tuple[Tensor, Tensor]:
+def principal(centred: Tensor) -> tuple[Tensor, Tensor]:
     """Variances and orthonormal axes (r, d) of centred rows (N, d), through the smaller of the two products."""
     count, size = centred.shape
     if count > size:

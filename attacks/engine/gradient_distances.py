@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedgauge.client.components import Checked, Share
+from fedgauge.client.components import Checked, Positive, Share
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Update, norm
 
@@ -31,6 +31,8 @@ class Distance(Checked, ABC):
 
     # whether it depends on the products of whole updates (`between`), not on each tensor's
     joint: ClassVar[bool] = False
+    # whether it says itself what an entry that is exactly zero tells
+    of_zeros: ClassVar[bool] = False
 
     @property
     def density(self) -> bool:
@@ -200,6 +202,29 @@ class visible(_OverOther):
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
         return self.inner(seen, {k: torch.where(seen[k] != 0, t, torch.zeros_like(t)) for k, t in expected.items()})
+
+
+@dataclass(frozen=True)
+class kept_by_size(Distance):
+    """-log p of the entries that are not exactly zero, and of the others that they are smaller than these in their tensor.
+
+    Args:
+        sigma: deviation of the whole update's error, relative to its norm.
+    """
+
+    sigma: Positive = 0.01
+
+    density = of_zeros = True
+
+    def __call__(self, seen: Update, expected: Update) -> Tensor:
+        return torch.stack([self._apart(seen[k], t) for k, t in expected.items()]).sum() / (
+            2 * (self.sigma * norm(seen)).square().clamp_min(_TINY)
+        )
+
+    def _apart(self, seen: Tensor, expected: Tensor) -> Tensor:
+        sizes = torch.where(seen != 0, seen.abs(), torch.inf).amin()
+        above = (expected.abs() - sizes.nan_to_num(posinf=0.0)).clamp_min(0)
+        return torch.where(seen != 0, seen - expected, above).square().sum()
 
 
 @dataclass(frozen=True)

@@ -8,52 +8,62 @@ from math import prod
 import torch
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
-from fedgauge.attacks.engine.gradient_distances import each, likelihood, rounding_likelihood, squared
+from fedgauge.attacks.engine.gradient_distances import each, kept_by_size, likelihood, rounding_likelihood, squared
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
-from fedgauge.attacks.matching.priors import gaussian
+from fedgauge.attacks.matching.class_normals import class_normals
 from fedgauge.attacks.matching.recipes import CUTS
 from fedgauge.attacks.matching.search import AdamSearch, LBFGSSearch, Search
 from fedgauge.client.components import Count, Positive
 from fedgauge.client.psnr import match
 
+ERROR = 0.01  # of an update without noise, relative to it, for one example
+
 
 @dataclass(frozen=True)
 class class_gaussian(Attack):
-    """The mean of several short searches of pixels under a Gaussian prior by class, fitted to auxiliary images.
+    """Search of examples under each class's normal distribution, fitted to auxiliary images, in its own coordinates.
 
-    The likelihood is the chain's own where its noise or rounding has a density, else the cosine.
+    The likelihood is the chain's own where its noise or rounding has a density, and the result then the mean of several short
+    searches. Else errors of 1 % are taken as normal, and entries that a client dropped as smaller than those it kept.
 
     Args:
-        share: of the prior in the objective with a cosine; with a density its weight is 1.
-        searches: from different starts, which share the iterations.
+        share: of the prior in the objective with a distance that is no density; with a density its weight is 1.
+        searches: from different starts, which share the iterations, where the update has noise.
         rate: of Adam.
         second_order: L-BFGS by each tensor's squared distance instead, for smooth networks without a defense.
     """
 
     share: Positive = 0.01
     searches: Count = 4
-    rate: Positive = 0.3
+    rate: Positive = 0.1
     second_order: bool = False
+    rounded: float = 2.0
+    srate: float = 0.3
+    own: bool = False
 
     needs_derivative = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        levels = known.chain.levels_in_norm
-        distance = (
-            rounding_likelihood(levels) if levels else likelihood(known.chain.update_distribution, known.batch_size)
-        )
-        if self.second_order:
+        noise, levels = known.chain.update_distribution, known.chain.levels_in_norm
+        distance, weight = likelihood(noise, known.batch_size), 1.0
+        if levels:
+            distance, weight = rounding_likelihood(levels), self.rounded
+        exact = not distance.density and not (noise and noise.signed)
+        if self.second_order and not self.own:
             distance = each(squared())
-        density = distance.density
-        weight = 1.0 if density else 2 * self.share / (known.batch_size * prod(known.shape))
-        search: Search = AdamSearch(self.rate, signed=not density, cuts=CUTS)
+        elif exact:
+            distance = kept_by_size(ERROR / known.batch_size**0.5)
+        if not distance.density:
+            weight = 2 * self.share / (known.batch_size * prod(known.shape))
+        search: Search = AdamSearch(self.rate, cuts=CUTS, box=False)
+        if not distance.density: search = AdamSearch(self.srate, signed=True, cuts=CUTS, box=False)
         if self.second_order:
             search = LBFGSSearch(history=50)
-        engine = GradientMatching(Objective(distance, (gaussian(weight, by_class=True),)), search)
-        count = min(self.searches, budget.iterations)
+        engine = GradientMatching(Objective(distance, parametrisation=class_normals(weight)), search)
+        count = 1 if exact or self.second_order else min(self.searches, budget.iterations)
         part = replace(budget, iterations=budget.iterations // count, seconds=budget.seconds and budget.seconds / count)
         runs = [engine.reconstruct(wave, known, part, [partial(s, "search", i) for s in streams]) for i in range(count)]
         return [_mean(results) for results in zip(*runs, strict=True)]

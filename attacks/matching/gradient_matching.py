@@ -93,9 +93,7 @@ class GradientMatching(Attack):
             first = problems.free(known.normalise(start)).repeat(1, problems.epochs, *[1] * len(known.shape))
             variables["x"][:: budget.restarts] = first.to(variables["x"])
         outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock))
-        images = problems.joined(variables["x"], rows)
-        labels = problems.joined_labels(variables, rows)
-        return EveryRestart(images, labels, outcome, problems)
+        return EveryRestart(*problems.joined(variables, rows), outcome, problems)
 
     def _problems(self, wave: Wave, known: Knowledge, restarts: int, streams: Streams) -> Problems:
         refuse(parameter_problem(known.model, wave.params))

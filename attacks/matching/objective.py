@@ -108,10 +108,16 @@ class surrogate_gradient(TrainingModel):
 
 
 class Parametrisation(Protocol):
-    """A frozen dataclass: examples as a function of the free numbers that are searched for, of the same shape."""
+    """A frozen dataclass: examples as a function of the free numbers that are searched for, of the same shape.
 
-    def bind(self, known: Knowledge) -> Callable[[Tensor], Tensor]:
-        """The examples (..., *shape) of free numbers; ValueError where the examples are of another kind."""
+    Its weight is that of the numbers' standard normal density in the objective.
+    """
+
+    @property
+    def weight(self) -> float: ...
+
+    def bind(self, known: Knowledge) -> Callable[[Tensor, Tensor], Tensor]:
+        """The examples (N, B, *shape) of free numbers and labels (N, B); ValueError where the examples are of another kind."""
         ...
 
     def starts(self, normal: Tensor) -> Tensor:

@@ -213,16 +213,18 @@ class Problems:
         noise = known.chain.update_distribution
         own = objective.likelihood or likelihood(noise, known.batch_size)
         if noise is not None and noise.sparse:  # dropped entries are not compared, whichever entries a guess would drop
-            own = own if objective.likelihood is None else visible(own)
+            own = own if objective.likelihood is None or own.of_zeros else visible(own)
             self.known = replace(known, chain=known.chain.visible)
         self.likelihood = left_out(own, known.chain.hidden)
         known = self.known
         self.parametrisation = objective.parametrisation
         self.free: Callable[[Tensor], Tensor] = lambda x: x  # of examples that are searched for themselves
-        self.examples = self.parametrisation.bind(known) if self.parametrisation else self.free
-        if self.parametrisation is None and (scale := scale_of(known)) is not None:
+        self.examples: Callable[[Tensor, Tensor], Tensor] = lambda z, y: z
+        if self.parametrisation is not None:
+            self.examples = self.parametrisation.bind(known)
+        elif (scale := scale_of(known)) is not None:
             centre, spread = (t.to(next(iter(wave.params.values()))) for t in scale)
-            self.examples, self.free = lambda z: centre + spread * z, lambda x: (x - centre) / spread
+            self.examples, self.free = lambda z, y: centre + spread * z, lambda x: (x - centre) / spread
         bound = [(p.weight, p.bind(known, wave.params)) for p in objective.priors if p.weight]
         if wrong := [
             energy for _, energy in bound if not (callable(energy) or isinstance(energy, LatentPrior | LabelledEnergy))
@@ -299,21 +301,17 @@ class Problems:
             variables[name] = t.to(like).repeat(len(pairs), *[1] * t.dim())
         return variables
 
-    def joined(self, x: Tensor, rows: Tensor) -> Tensor:
-        """The resulting images (N, B, C, H, W) of some problems, with several epochs' copies averaged."""
-        x = self.examples(x)
-        return x if self.epochs == 1 else averaged(x, self._pairing(x, rows))
-
-    def joined_labels(self, variables: Variables, rows: Tensor) -> Tensor:
-        if self.labels is not None:
-            return self.labels[rows][:, : self.known.batch_size]
-        likely = self.known.label_kind.relaxed(variables["y"])
+    def joined(self, variables: Variables, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The resulting images (N, B, C, H, W) of some problems, with several epochs' copies averaged, and labels (N, B)."""
+        y, size = self._labels(variables, None if self.labels is None else self.labels[rows]), self.known.batch_size
+        x = self.examples(variables["x"], y)
         if self.epochs > 1:
-            likely = averaged(likely, self._pairing(self.examples(variables["x"]), rows))
-        return self.known.label_kind.decided(likely)
+            order = pair_epochs(x, None if self.labels is None else y, self.epochs)
+            x, y = averaged(x, order), y if self.labels is not None else averaged(y, order)
+        return x, y[:, :size] if self.labels is not None else self.known.label_kind.decided(y)
 
-    def _pairing(self, x: Tensor, rows: Tensor) -> Tensor:
-        return pair_epochs(x, None if self.labels is None else self.labels[rows], self.epochs)
+    def _labels(self, variables: Variables, labels: Tensor | None) -> Tensor:
+        return self.known.label_kind.relaxed(variables["y"]) if labels is None else labels
 
     def value_and_slopes(
         self, variables: Variables, rows: Tensor, likelihood_weight: float | Tensor = 1.0
@@ -363,9 +361,11 @@ class Problems:
     def _objectives(
         self, variables: Variables, seen: ObservedUpdates, labels: Tensor | None, likelihood_weight: Tensor | float
     ) -> Tensor:
-        x, own = self.examples(variables["x"]), {name: variables[name] for name in self.own}
-        y = self.known.label_kind.relaxed(variables["y"]) if labels is None else labels
+        y, own = self._labels(variables, labels), {name: variables[name] for name in self.own}
+        x = self.examples(variables["x"], y)
         objectives = likelihood_weight * self._distances(x, y, seen, own)
+        if self.parametrisation is not None and self.parametrisation.weight:
+            objectives = objectives + 0.5 * self.parametrisation.weight * variables["x"].flatten(1).square().sum(1)
         loop = self.way.route == "loop"
         for name, (weight, prior) in self.priors.items():
             of: list[Tensor] = [x]

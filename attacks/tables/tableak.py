@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -116,8 +117,9 @@ class relaxed_rows:
     """
 
     softmax: bool = True
+    weight: ClassVar[float] = 0.0
 
-    def bind(self, known: Knowledge) -> Callable[[Tensor], Tensor]:
+    def bind(self, known: Knowledge) -> Callable[[Tensor, Tensor], Tensor]:
         """The rows of free numbers.
 
         Raises:
@@ -131,7 +133,7 @@ class relaxed_rows:
         """The paper's starts, uniform in [-1, 1], from standard normal numbers."""
         return torch.erf(normal / math.sqrt(2))
 
-    def _rows(self, columns: Columns, z: Tensor) -> Tensor:
+    def _rows(self, columns: Columns, z: Tensor, y: Tensor) -> Tensor:
         natural, parts = columns.natural(z), []
         for column, part in zip(columns, columns.slices, strict=True):
             own = natural[..., part]
