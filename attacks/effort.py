@@ -129,8 +129,6 @@ SECOND_ORDER: Table = {
     "name": "second_order_labels_given",
     "labels": "given",
     "second_order": True,
-    "searches": 1,
-    "share": 1e-3,
 }
 
 # the least effort of each attack, in the order of a report: exact attacks, searches, learned ones, membership

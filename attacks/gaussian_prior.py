@@ -135,7 +135,7 @@ def public_priors(shards: Shards) -> tuple[ClassPrior, ...]:
 
 def class_means(images: Batch, classes: Tensor) -> Tensor:
     """(len(classes), ...) the mean image of each class; of one without images, the mean of all."""
-    if images.y.is_floating_point():
+    if images.y.is_floating_point() or images.y.dim() > 1:
         raise ValueError("the labels are not classes, so there is no mean image of each class")
     of_class = [images.x[images.y == c] for c in classes]
     return torch.stack([(own if len(own) else images.x).mean(0) for own in of_class])

@@ -206,7 +206,9 @@ class visible(_OverOther):
 
 @dataclass(frozen=True)
 class kept_by_size(Distance):
-    """-log p of the entries that are not exactly zero, and of the others that they are smaller than these in their tensor.
+    """-log p of an update from which the smallest entries of each tensor were perhaps dropped, but for a normal error.
+
+    Entries that are exactly zero should be at most as large as the smallest other one of their tensor.
 
     Args:
         sigma: deviation of the whole update's error, relative to its norm.
@@ -217,14 +219,12 @@ class kept_by_size(Distance):
     density = of_zeros = True
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
-        return torch.stack([self._apart(seen[k], t) for k, t in expected.items()]).sum() / (
-            2 * (self.sigma * norm(seen)).square().clamp_min(_TINY)
-        )
+        apart = torch.stack([self._apart(seen[k], t) for k, t in expected.items()]).sum()
+        return apart / (2 * (self.sigma * norm(seen)).square()).clamp_min(_TINY)
 
     def _apart(self, seen: Tensor, expected: Tensor) -> Tensor:
-        sizes = torch.where(seen != 0, seen.abs(), torch.inf).amin()
-        above = (expected.abs() - sizes.nan_to_num(posinf=0.0)).clamp_min(0)
-        return torch.where(seen != 0, seen - expected, above).square().sum()
+        least = torch.where(seen != 0, seen.abs(), torch.inf).amin().nan_to_num(posinf=0.0)
+        return torch.where(seen != 0, seen - expected, (expected.abs() - least).clamp_min(0)).square().sum()
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ import torch
 
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Stream, Wave
 from fedgauge.attacks.engine.gradient_distances import each, kept_by_size, likelihood, rounding_likelihood, squared
+from fedgauge.attacks.matching.class_normals import class_normals
 from fedgauge.attacks.matching.gradient_matching import GradientMatching
 from fedgauge.attacks.matching.objective import Objective
-from fedgauge.attacks.matching.class_normals import class_normals
-from fedgauge.attacks.matching.recipes import CUTS
 from fedgauge.attacks.matching.search import AdamSearch, LBFGSSearch, Search
 from fedgauge.client.components import Count, Positive
 from fedgauge.client.psnr import match
 
 ERROR = 0.01  # of an update without noise, relative to it, for one example
+ROUNDED = 2.0  # the prior's weight beside a normal distribution in place of rounding, whose errors depend on the entry
+FALL = 0.03  # of the rate over a search
 
 
 @dataclass(frozen=True)
@@ -30,41 +31,38 @@ class class_gaussian(Attack):
     Args:
         share: of the prior in the objective with a distance that is no density; with a density its weight is 1.
         searches: from different starts, which share the iterations, where the update has noise.
-        rate: of Adam.
+        rate: of Adam, which falls to 3 % of it.
         second_order: L-BFGS by each tensor's squared distance instead, for smooth networks without a defense.
     """
 
-    share: Positive = 0.01
+    share: Positive = 1e-4
     searches: Count = 4
-    rate: Positive = 0.1
+    rate: Positive = 0.2
     second_order: bool = False
-    rounded: float = 2.0
-    srate: float = 0.3
-    own: bool = False
 
     needs_derivative = True
 
     def reconstruct(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Sequence[Stream]
     ) -> list[Reconstruction]:
-        noise, levels = known.chain.update_distribution, known.chain.levels_in_norm
-        distance, weight = likelihood(noise, known.batch_size), 1.0
+        noise, levels, weight = known.chain.update_distribution, known.chain.levels_in_norm, 1.0
+        distance = likelihood(noise, known.batch_size)
         if levels:
-            distance, weight = rounding_likelihood(levels), self.rounded
+            distance, weight = rounding_likelihood(levels), ROUNDED
         exact = not distance.density and not (noise and noise.signed)
-        if self.second_order and not self.own:
+        if self.second_order:
             distance = each(squared())
         elif exact:
             distance = kept_by_size(ERROR / known.batch_size**0.5)
         if not distance.density:
             weight = 2 * self.share / (known.batch_size * prod(known.shape))
-        search: Search = AdamSearch(self.rate, cuts=CUTS, box=False)
-        if not distance.density: search = AdamSearch(self.srate, signed=True, cuts=CUTS, box=False)
+        count = 1 if exact or self.second_order else min(self.searches, budget.iterations)
+        part = replace(budget, iterations=budget.iterations // count, seconds=budget.seconds and budget.seconds / count)
+        decay = FALL ** (1 / part.iterations)
+        search: Search = AdamSearch(self.rate, signed=not distance.density, decay=decay, box=False)
         if self.second_order:
             search = LBFGSSearch(history=50)
         engine = GradientMatching(Objective(distance, parametrisation=class_normals(weight)), search)
-        count = 1 if exact or self.second_order else min(self.searches, budget.iterations)
-        part = replace(budget, iterations=budget.iterations // count, seconds=budget.seconds and budget.seconds / count)
         runs = [engine.reconstruct(wave, known, part, [partial(s, "search", i) for s in streams]) for i in range(count)]
         return [_mean(results) for results in zip(*runs, strict=True)]
 

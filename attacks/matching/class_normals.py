@@ -13,7 +13,10 @@ from fedgauge.client.components import NotNegative
 from fedgauge.client.update import Batch
 
 SHRINKAGE = 0.3  # share of the covariance of neighbours in each class's
-LENGTH, APART = 1.0, 0.1  # pixels over which neighbours resemble each other, and the share of a pixel's variance of its own
+LENGTH, APART = (
+    1.0,
+    0.1,
+)  # pixels over which neighbours resemble each other, and the share of a pixel's variance of its own
 LEAST = 0.01  # of the mean variance, added to every pixel's
 START = 0.1  # deviation of the search's starts
 
@@ -49,9 +52,9 @@ class ClassNormals:
     """
 
     def __init__(self, images: Batch, classes: int):
-        self.y, self.counts = images.y, torch.bincount(images.y, minlength=classes)
         self.means = class_means(images, torch.arange(classes, device=images.y.device)).double()
-        widened = (self.counts / (self.counts - 1).clamp_min(1)).double().sqrt()[images.y]
+        self.y, counts = images.y, torch.bincount(images.y, minlength=classes).double()
+        widened = (counts / (counts - 1).clamp_min(1)).sqrt()[images.y]
         self.spread = (images.x - self.means[images.y]) * widened.view(-1, *[1] * (images.x.dim() - 1))
         self.average = self.spread.square().mean()
         if not self.average > 0:
@@ -71,14 +74,14 @@ class ClassNormals:
         labels = y.argmax(-1) if y.is_floating_point() else y
         x = torch.zeros_like(z)
         for c in labels.unique().tolist():
-            deviations, axes, lengths = (t.to(z) for t in self.fitted(c))
+            deviations, axes, lengths = self.fitted(c, z.dtype, z.device)
             own = _turned(z[labels == c], self.turns).flatten(1)
             own = SHRINKAGE**0.5 * own + (own @ axes.T * lengths) @ axes
             found = own.view(-1, *z.shape[2:]) * self.lengths.to(z)
             x[labels == c] = self.means[c].to(z) + deviations * _turned(found, [turn.T for turn in self.turns])
         return x
 
-    def _fitted(self, c: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _fitted(self, c: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         """The deviations of a class's pixels, axes, and what is added to the lengths along them."""
         of_class = self.y == c
         count = int(of_class.sum())
@@ -89,7 +92,8 @@ class ClassNormals:
         rows = _turned(self.spread / deviations, self.turns)
         weights = (len(rows) * shares).sqrt().view(-1, 1)
         found, axes = principal(weights * (rows / self.lengths).flatten(1))
-        return deviations, axes, ((1 - SHRINKAGE) * found + SHRINKAGE).sqrt() - SHRINKAGE**0.5
+        lengths = ((1 - SHRINKAGE) * found + SHRINKAGE).sqrt() - SHRINKAGE**0.5
+        return tuple(t.to(device, dtype) for t in (deviations, axes, lengths))
 
 
 def _turned(x: Tensor, turns: Sequence[Tensor]) -> Tensor:
