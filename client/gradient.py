@@ -131,11 +131,18 @@ def _plain(objective: Callable[[Params], Tensor], params: Params, like_func: boo
     asked = torch.is_grad_enabled()
     with torch.enable_grad():
         value = objective(at)
+        if not value.requires_grad:  # the loss depends on nothing that is trained
+            return {k: torch.zeros_like(p) for k, p in params.items()}
         # as torch.func: differentiable only by what the caller can differentiate by
         further = asked and bool(_leaves(value) - {p for k, p in at.items() if not params[k].requires_grad})
-        slopes = torch.autograd.grad(
-            value, list(at.values()), create_graph=further or like_func, materialize_grads=True
-        )
+        try:
+            slopes = torch.autograd.grad(
+                value, [*at.values()], create_graph=further or like_func, materialize_grads=True
+            )
+        except RuntimeError as error:  # a backward of the user's own may refuse to be differentiated further
+            if further or not like_func or isinstance(error, torch.OutOfMemoryError):
+                raise
+            return _plain(objective, params, like_func=False)
     return {k: slope if further else slope.detach() for k, slope in zip(at, slopes, strict=True)}
 
 

@@ -206,12 +206,13 @@ class visible(_OverOther):
 
 @dataclass(frozen=True)
 class kept_by_size(Distance):
-    """-log p of an update from which the smallest entries of each tensor were perhaps dropped, but for a normal error.
+    """Squared distance in units of a small error, to an update from which entries below some size were perhaps dropped.
 
-    Entries that are exactly zero should be at most as large as the smallest other one of their tensor.
+    Entries that are exactly zero are compared with the smallest other one of their tensor, or of the update if all of the
+    tensor's are zero: only what is larger counts.
 
     Args:
-        sigma: deviation of the whole update's error, relative to its norm.
+        sigma: deviation of each entry's error, relative to the update's norm.
     """
 
     sigma: Positive = 0.01
@@ -219,12 +220,13 @@ class kept_by_size(Distance):
     density = of_zeros = True
 
     def __call__(self, seen: Update, expected: Update) -> Tensor:
-        apart = torch.stack([self._apart(seen[k], t) for k, t in expected.items()]).sum()
-        return apart / (2 * (self.sigma * norm(seen)).square()).clamp_min(_TINY)
-
-    def _apart(self, seen: Tensor, expected: Tensor) -> Tensor:
-        least = torch.where(seen != 0, seen.abs(), torch.inf).amin().nan_to_num(posinf=0.0)
-        return torch.where(seen != 0, seen - expected, (expected.abs() - least).clamp_min(0)).square().sum()
+        least = {k: torch.where(t != 0, t.abs(), torch.inf).amin() for k, t in seen.items()}
+        whole = torch.stack([*least.values()]).amin()
+        squares = []
+        for k, t in expected.items():
+            above = (t.abs() - torch.where(least[k].isfinite(), least[k], whole)).clamp_min(0)
+            squares.append(torch.where(seen[k] != 0, seen[k] - t, above).square().sum())
+        return torch.stack(squares).sum() / (2 * (self.sigma * norm(seen)).square()).clamp_min(_TINY)
 
 
 @dataclass(frozen=True)

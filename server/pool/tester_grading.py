@@ -74,8 +74,10 @@ def grade(run: Run, ledger: Ledger, scenario: Scenario, truth: TesterTruth) -> s
         ledger.describe("grading", {r["name"]: GRADED for r in ledger.attacks() if r["role"] not in LIMITS})
         if blind := unchecked(source.federation):
             words += f"; whether the examples give the updates was not checked: {blind}"
-        observed = ledger.meta().get("examples") == "observed" and truth.folder == run.folder.absolute() / "truth"
-        doubts = "" if observed else _doubts(source, found)  # the order of training is known only for what was observed
+        # what fedgauge saw an app train on, by a chain as it drafted it: only the order is unknown
+        drafted = ledger.meta().get("drafted_chain") == repr(scenario.tables.get("chain"))
+        seen = drafted and truth.folder == run.folder.absolute() / "truth"
+        doubts = "" if seen else _doubts(source, found)
         ledger.set_meta(grading=words, ungraded=why, truth=str(truth.folder), truth_doubts=doubts)
     return words
 

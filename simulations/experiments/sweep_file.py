@@ -70,7 +70,8 @@ def _cells(tables: Table) -> list[SweepCell]:
         raise SpecError(f"[[defense]] #{names['defense'].index('') + 1} needs a name")
     cells = []
     for name, defense in zip(names["defense"], defenses, strict=True):
-        of_defense = {**defense, "attack": [attack for of, attack in chosen if name in of["defense"]]}
+        of_defense = {key: value for key, value in defense.items() if key != "name"}
+        of_defense["attack"] = [attack for of, attack in chosen if name in of["defense"]]
         cells += [_cell(name, seed, [shared, {"seed": seed}, of_defense]) for seed in seeds]
     folders = [cell.folder for cell in cells]
     if repeated := [f for f in folders if folders.count(f) > 1]:
@@ -82,7 +83,6 @@ def _cell(defense: str, seed: int, layers: Sequence[Table]) -> SweepCell:
     """One cell; its scenario is built once, so that mistakes show before anything runs."""
     where = f"[[defense]] {defense}"
     tables = layered(layers, MERGED, where)
-    del tables["name"]
     with errors_in(where):
         planned = Scenario.from_tables(tables).plan.attacks
     folder = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', defense).strip('-.')}-seed{seed}"

@@ -243,6 +243,8 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
                 'to search longer, set effort = "quick" and remove [[attack]]',
             )
         run_files.write(run.folder / "scenario.toml", draft.text().encode())
+        with run.ledger() as ledger:
+            ledger.set_meta(drafted_chain=repr(tomllib.loads(draft.text())["chain"]))
         return Rehearsal(run, draft, truths, packages, proof)
 
 
@@ -293,10 +295,9 @@ def _proof(
                     line._replace(value=line.value * along / length) if line[:2] == ("[[chain]]", "rate") else line
                     for line in draft.lines
                 ]
-            elif shorter:
-                draft.add(
-                    "[[chain]]", "uploads only shorten what clients trained", use="clip", max_norm=math.sqrt(size)
-                )
+            elif shorter and any(problem.code == "mods" for problem in draft.problems):
+                why = "the app's mods only shorten what clients trained"
+                draft.add("[[chain]]", why, use="clip", max_norm=math.sqrt(size))
             else:
                 break
             scenario = draft.scenario()

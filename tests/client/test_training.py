@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -162,3 +163,22 @@ def test_a_layer_that_draws_gets_the_clients_generator_and_adds_to_the_loss() ->
     assert largest_difference(quiet, gradient(plain)(params, batch, None)) < 1e-12, "without a generator: its mean"
     layer = next(m for m in model.modules() if isinstance(m, _Noisy))
     assert layer.rng is None and layer.penalty is None, "nothing of a pass is kept"
+
+
+class _InNumPy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return torch.from_numpy(2 * g.numpy())
+
+
+@pytest.mark.parametrize(("written", "slope"), [(_InNumPy.apply, 2.0), (lambda x: torch.zeros(1), 0.0)])
+def test_a_backward_of_numpy_and_a_loss_of_nothing_have_their_gradients(
+    written: Callable[[Tensor], Tensor], slope: float
+) -> None:
+    batch = Batch(torch.ones(1, 1), torch.zeros(1))
+    update = gradient(nn.Linear(1, 1, bias=False), lambda out, y: written(out).sum())
+    assert float(update({"weight": torch.ones(1, 1)}, batch, None)["weight"]) == slope

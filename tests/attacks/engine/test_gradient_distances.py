@@ -19,6 +19,7 @@ from fedgauge.attacks.engine.gradient_distances import (
     cosine,
     each,
     gaussian_likelihood,
+    kept_by_size,
     laplace_likelihood,
     largest,
     likelihood,
@@ -51,6 +52,14 @@ def flat(update: Update) -> Tensor:
     return torch.cat([t.flatten() for t in update.values()])
 
 
+def test_dropped_entries_are_at_most_as_large_as_the_smallest_kept_one() -> None:
+    """|3 - 2.5|^2 + (3 - 2)^2 in the first tensor; where all were dropped, the smallest of the update counts: (5 - 2)^2."""
+    seen = {"a": torch.tensor([3.0, 0.0, -2.0, 0.0]), "b": torch.zeros(2)}
+    expected = {"a": torch.tensor([2.5, 1.0, -2.0, -3.0]), "b": torch.tensor([5.0, -1.0])}
+    assert float(kept_by_size(0.1)(seen, expected)) == pytest.approx((0.25 + 1 + 9) / (2 * 0.1**2 * 13))
+    assert float(kept_by_size()({"b": torch.zeros(2)}, {"b": torch.zeros(2)})) == 0
+
+
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_distances_are_those_of_the_flat_vectors(one: int, other: int) -> None:
@@ -80,6 +89,7 @@ DISTANCES: dict[str, Distance] = {
     "gaussian_likelihood": gaussian_likelihood(0.3),
     "laplace_likelihood": laplace_likelihood(0.3),
     "rounding_likelihood": rounding_likelihood(3),
+    "kept_by_size": kept_by_size(),
     "largest": largest(squared(), 0.4),
     "each": each(cosine()),
     "visible": visible(squared()),

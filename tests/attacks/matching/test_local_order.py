@@ -158,7 +158,7 @@ def test_the_copies_in_the_clients_order_are_the_client() -> None:
     value, slopes_there = copies.value_and_slopes({"x": x}, only)
     assert abs(float(value)) < 1e-20
     assert float(slopes_there["x"].abs().max()) < 1e-9
-    torch.testing.assert_close(copies.joined(x, only), x[:, :4], rtol=0, atol=1e-15)
+    torch.testing.assert_close(copies.joined({"x": x}, only)[0], x[:, :4], rtol=0, atol=1e-15)
 
 
 @pytest.mark.usefixtures("double")
@@ -180,7 +180,7 @@ def test_copies_of_a_shuffled_training_with_a_ragged_last_batch(beside: dict[str
     assert abs(float(value)) < 1e-20
     assert float(slopes["x"].abs().max()) < 1e-9
     torch.testing.assert_close(
-        copies.joined(normalise(batch.x[flat])[None], torch.arange(1))[0], normalise(batch.x[flat[:5]])
+        copies.joined({"x": normalise(batch.x[flat])[None]}, torch.arange(1))[0][0], normalise(batch.x[flat[:5]])
     )
 
 

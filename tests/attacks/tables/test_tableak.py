@@ -35,16 +35,17 @@ MIXED = Columns(
 
 
 KNOWN = Knowledge(nn.Identity(), chain(local_sgd(0.1)), (MIXED.entries,), 2, 1, (), (), columns=MIXED)
+NO_LABELS = torch.zeros(0)  # which rows do not depend on
 
 
 def test_free_numbers_become_rows_that_could_be() -> None:
     z = 3 * torch.randn(50, MIXED.entries, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    natural = MIXED.natural(relaxed_rows().bind(KNOWN)(z))
+    natural = MIXED.natural(relaxed_rows().bind(KNOWN)(z, NO_LABELS))
     assert float(natural[:, 0].min()) > 0 and float(natural[:, 0].max()) < 5
     for group in (slice(1, 4), slice(6, 8)):
         assert torch.allclose(natural[:, group], MIXED.natural(z)[:, group].softmax(1))
     assert bool(((natural[:, 5] > 0) & (natural[:, 5] < 1)).all())
-    free = relaxed_rows(softmax=False).bind(KNOWN)(z)
+    free = relaxed_rows(softmax=False).bind(KNOWN)(z, NO_LABELS)
     assert torch.allclose(free[:, 1:4], z[:, 1:4])
 
 

@@ -62,7 +62,7 @@ def test_a_truth_that_does_not_give_the_updates_is_doubted_and_the_right_one_is_
     assert main(["audit", str(run.folder), "--truth", str(right)]) == 0
     assert "WARNING" not in capsys.readouterr().out and run.ledger().meta()["truth_doubts"] == ""
     with run.ledger() as ledger:
-        ledger.set_meta(examples="observed")
+        ledger.set_meta(drafted_chain=repr(run.scenario().tables["chain"]))
     observed = changed(right, run.folder / "truth", swapped=True)
     assert main(["audit", str(run.folder), "--truth", str(observed)]) == 0
     assert run.ledger().meta()["truth_doubts"] == "", (
