@@ -21,29 +21,21 @@ Energy = Callable[[Tensor], Tensor]  # x (B, C, H, W) -> a scalar
 
 
 @dataclass(frozen=True, eq=False)
-class LatentPrior:
-    """The energy of images together with their latents, which are optimised with them.
+class PairedEnergy:
+    """The energy of images together with their labels, or with latents that are optimised with them.
 
     Args:
-        numbers: latents of one image.
-        energy: x (B, C, H, W), z (B, numbers) -> a scalar; the search starts at z = 0.
-    """
-
-    numbers: int
-    energy: Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class LabelledEnergy:
-    """The energy of images with their labels.
-
-    Args:
-        energy: x (B, C, H, W), y (B,) int64 or probabilities (B, classes) -> a scalar.
+        energy: x (B, C, H, W), and y (B,) int64 or probabilities (B, classes), or latents (B, numbers) -> a scalar.
+        numbers: latents of one image, which start at 0; 0: the energy takes labels.
         likeliest: labels (N, B) int64 -> the normalised images (N, B, C, H, W) of the lowest energy, near which the search starts.
     """
 
     energy: Callable[[Tensor, Tensor], Tensor]
-    likeliest: Callable[[Tensor], Tensor]
+    numbers: int = 0
+    likeliest: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, x: Tensor, given: Tensor) -> Tensor:
+        return self.energy(x, given)
 
 
 class Prior(Checked, ABC):
@@ -57,7 +49,7 @@ class Prior(Checked, ABC):
         return False
 
     @abstractmethod
-    def bind(self, known: Knowledge, params: Params) -> Energy | LatentPrior | LabelledEnergy:
+    def bind(self, known: Knowledge, params: Params) -> Energy | PairedEnergy:
         """The prior's value as a function of images; does the work that is needed only once.
 
         Raises:
@@ -168,7 +160,7 @@ class gaussian(Prior):
     weight: NotNegative = 1.0
     by_class: bool = False
 
-    def bind(self, known: Knowledge, params: Params) -> Energy | LabelledEnergy:
+    def bind(self, known: Knowledge, params: Params) -> Energy | PairedEnergy:
         fitted = GaussianPrior.fit(deviations(known.public) if self.by_class else known.public.x)
         if not self.by_class:
             return partial(mahalanobis, known, fitted.mean, fitted)
@@ -179,7 +171,7 @@ class gaussian(Prior):
             weights = y if y.is_floating_point() else nn.functional.one_hot(y, known.classes)
             return mahalanobis(known, weights.to(means) @ means, fitted, x)
 
-        return LabelledEnergy(energy, lambda y: known.normalise(means[y].view(*y.shape, *known.shape)))
+        return PairedEnergy(energy, likeliest=lambda y: known.normalise(means[y].view(*y.shape, *known.shape)))
 
 
 def mahalanobis(known: Knowledge, mean: Tensor, fitted: GaussianPrior, x: Tensor) -> Tensor:
@@ -218,7 +210,7 @@ def other_priors(own: Sequence[Prior], known: Knowledge, density: bool) -> dict[
     pixels = known.batch_size * known.auxiliary.x[0].numel()
     found |= dict(gaussian_by_class(own, w) for w in (DENSITIES if density else [2 * s / pixels for s in SHARES]))
     if density:  # both see what the other overlooks: pixels that vary in all images, and edges
-        both = (gaussian(PART, by_class=True), total_variation(PART * weights[0]))
+        both = (total_variation(PART * weights[0]), gaussian(PART, by_class=True))
         found[f"a Gaussian prior by class and total variation, each at {PART} of its weight"] = (*others, *both)
     return found
 
@@ -287,7 +279,7 @@ class generator_prior(Prior):
     def trains_first(self) -> bool:
         return self.generator is None
 
-    def bind(self, known: Knowledge, params: Params) -> LatentPrior:
+    def bind(self, known: Knowledge, params: Params) -> PairedEnergy:
         trained = GeneratorTraining(self.latent, self.width, self.training)
         made = generator_of(self.generator, trained, known).to(next(iter(params.values())))
 
@@ -295,4 +287,4 @@ class generator_prior(Prior):
             apart = (known.pixels(x) - made(z)).square().sum() / (2 * self.deviation**2)
             return apart + 0.5 * z.square().sum()
 
-        return LatentPrior(made.numbers, energy)
+        return PairedEnergy(energy, made.numbers)

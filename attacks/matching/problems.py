@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import grad_and_value, vmap
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fedgauge.attacks.base import Knowledge, Streams, Wave
 from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
@@ -27,7 +28,7 @@ from fedgauge.attacks.engine.gradient_distances import (
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, Gradients, factored, flattened
 from fedgauge.attacks.engine.gradients.per_problem import whole_batch_update
 from fedgauge.attacks.matching.objective import Objective, averaged, pair_epochs
-from fedgauge.attacks.matching.priors import LabelledEnergy, LatentPrior
+from fedgauge.attacks.matching.priors import PairedEnergy
 from fedgauge.client.components import own_line
 from fedgauge.client.gradient import StochasticLayer
 from fedgauge.client.models.losses import is_mean
@@ -120,44 +121,13 @@ class ObservedUpdates:
         return tuple(factors.of(self.owners))
 
 
-def over_problems(function: Callable[..., Tensor], *arguments: Tensor | Update, loop: bool = False) -> Tensor:
+def over_problems(function: Callable[..., Any], *arguments: Tensor | Update, loop: bool = False) -> Any:
     """A function of one problem, mapped over the first axis of every tensor; without vmap for a single problem or in a loop."""
-    first = arguments[0]
-    count = len(first if isinstance(first, Tensor) else next(iter(first.values())))
+    count = len(tree_leaves(arguments)[0])
     if count > 1 and not loop:
         return vmap(function)(*arguments)
-    return torch.stack([function(*_problem(arguments, i)) for i in range(count)])
-
-
-def _problem(arguments: tuple[Tensor | Update, ...], i: int) -> list[Tensor | Update]:
-    return [a[i] if isinstance(a, Tensor) else {k: t[i] for k, t in a.items()} for a in arguments]
-
-
-def with_slopes(
-    function: Callable[..., Tensor], by: tuple[int, ...], *arguments: Tensor | Update, loop: bool
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The gradients by some arguments of a function of one problem, and its values, for all problems.
-
-    Args:
-        loop: by plain autograd in turn, for functions that torch.func or vmap refuse.
-    """
-    if not loop and len(cast(Tensor, arguments[0])) > 1:
-        slopes, value = vmap(grad_and_value(function, by))(*arguments)
-        return slopes, value
-    if not loop:
-        slopes, value = grad_and_value(function, by)(*_problem(arguments, 0))
-        return tuple(s[None] for s in slopes), value[None]
-    values, slopes = [], []
-    for i in range(len(cast(Tensor, arguments[0]))):
-        alone = _problem(arguments, i)
-        leaves = [cast(Tensor, alone[place]).detach().requires_grad_() for place in by]
-        for place, leaf in zip(by, leaves, strict=True):
-            alone[place] = leaf
-        with torch.enable_grad():
-            value = function(*alone)
-            slopes.append(torch.autograd.grad(value, leaves, materialize_grads=True))
-        values.append(value.detach())
-    return tuple(torch.stack(same) for same in zip(*slopes, strict=True)), torch.stack(values)
+    results = [function(*tree_map(lambda t, i=i: t[i], arguments)) for i in range(count)]
+    return tree_map(lambda *same: torch.stack(same), *results)
 
 
 def scale_of(known: Knowledge) -> tuple[Tensor, Tensor] | None:
@@ -226,11 +196,8 @@ class Problems:
             centre, spread = (t.to(next(iter(wave.params.values()))) for t in scale)
             self.examples, self.free = lambda z, y: centre + spread * z, lambda x: (x - centre) / spread
         bound = [(p.weight, p.bind(known, wave.params)) for p in objective.priors if p.weight]
-        if wrong := [
-            energy for _, energy in bound if not (callable(energy) or isinstance(energy, LatentPrior | LabelledEnergy))
-        ]:
+        if wrong := [energy for _, energy in bound if not callable(energy)]:
             raise ValueError(f"a prior's bind must return a function of images, and returned {type(wrong[0]).__name__}")
-        bound.sort(key=lambda pair: (isinstance(pair[1], LatentPrior), isinstance(pair[1], LabelledEnergy)))
         # by the name of its variable, if it has one
         self.priors = {f"latents {i}": pair for i, pair in enumerate(bound)}
         self.own = self.training.variables(known)
@@ -288,15 +255,15 @@ class Problems:
         variables = {"x": normal("start", images, *self.known.shape)}
         if self.parametrisation is not None:
             variables["x"] = self.parametrisation.starts(variables["x"])
-        labelled = [prior for _, prior in self.priors.values() if isinstance(prior, LabelledEnergy)]
-        if self.labels is not None and labelled:
+        paired = {name: prior for name, (_, prior) in self.priors.items() if isinstance(prior, PairedEnergy)}
+        likeliest = next((prior.likeliest for prior in paired.values() if prior.likeliest), None)
+        if self.labels is not None and likeliest is not None:
             rows = owners * self.restarts + draws % self.restarts
-            likeliest = labelled[0].likeliest(self.labels[rows.to(self.labels.device)])
-            variables["x"] = likeliest.to(like) + NEAR * variables["x"]
+            near = likeliest(self.labels[rows.to(self.labels.device)])
+            variables["x"] = near.to(like) + NEAR * variables["x"]
         if self.labels is None:
             variables["y"] = normal("labels", images, self.known.label_kind.width(self.known.classes))
-        explaining = {name: prior for name, (_, prior) in self.priors.items() if isinstance(prior, LatentPrior)}
-        latents = {name: torch.zeros(images, prior.numbers) for name, prior in explaining.items()}
+        latents = {name: torch.zeros(images, prior.numbers) for name, prior in paired.items() if prior.numbers}
         for name, t in {**self.own, **latents}.items():
             variables[name] = t.to(like).repeat(len(pairs), *[1] * t.dim())
         return variables
@@ -368,12 +335,11 @@ class Problems:
             objectives = objectives + 0.5 * self.parametrisation.weight * variables["x"].flatten(1).square().sum(1)
         loop = self.way.route == "loop"
         for name, (weight, prior) in self.priors.items():
-            of: list[Tensor] = [x]
-            if isinstance(prior, LabelledEnergy | LatentPrior):
-                of.append(y if isinstance(prior, LabelledEnergy) else variables[name])
+            of = [x]
+            if isinstance(prior, PairedEnergy):
+                of.append(variables[name] if prior.numbers else y)
             batches = [t.reshape(-1, self.known.batch_size, *t.shape[2:]) for t in of]
-            energy: Callable[..., Tensor] = prior.energy if isinstance(prior, LabelledEnergy | LatentPrior) else prior
-            energies = over_problems(energy, *batches, loop=loop)
+            energies = over_problems(prior, *batches, loop=loop)
             energies = energies if self.epochs == 1 else energies.view(-1, self.epochs).mean(1)
             objectives = objectives + weight * energies
         for term in self.training.terms(x, self.epochs, own):
@@ -391,15 +357,14 @@ class Problems:
 
     def _generally(self, x: Tensor, y: Tensor, seen: Update, own: Variables) -> Tensor:
         """The distances by vmap over whole problems, or one after the other, for any chain and model."""
-        alone = len(x) == 1 and (self.plain_alone or self.way.route == "loop")
-        names, loop = tuple(own), alone or self.way.route == "loop"
-        one = partial(self._one, self.plain if loop else self.known, names)
-        if alone:
-            return one(x[0], y[0], {k: t[0] for k, t in seen.items()}, *(t[0] for t in own.values()))[None]
+        loop = self.way.route == "loop" or (len(x) == 1 and self.plain_alone)
+        one = partial(self._one, self.plain if loop else self.known, tuple(own))
+        if loop:
+            return cast(Tensor, over_problems(one, x, y, seen, *own.values(), loop=True))
         inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(own.values(), 3))}
         arguments: list[Tensor | Update] = [x.detach(), y.detach(), seen, *(t.detach() for t in own.values())]
         # grad inside vmap: autograd around a vmap of grad is faster, but wrong for some layers (LayerNorm in torch 2.13)
-        slopes, value = with_slopes(one, tuple(inputs), *arguments, loop=loop)
+        slopes, value = over_problems(grad_and_value(one, tuple(inputs)), *arguments)
         return cast(Tensor, KnownGradient.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
 
     def _compare(self, seen: ObservedUpdates, expected: Gradients) -> Tensor:

@@ -15,7 +15,7 @@ from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.generative.gi_gip import gi_gip
 from fedgauge.attacks.generative.gifd import gifd, l1_ball
 from fedgauge.attacks.learned.generators import Decoder, GeneratorTraining
-from fedgauge.attacks.matching.priors import LabelledEnergy, gaussian
+from fedgauge.attacks.matching.priors import PairedEnergy, gaussian
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.client.chain import chain
 from fedgauge.client.gradient import gradient
@@ -180,7 +180,7 @@ def test_a_normal_prior_makes_images_likelier_by_the_densities_of_their_classes(
     known, wave, _ = world()
     assert known.labels is not None
     bound = gaussian(by_class=True).bind(known, wave.params)
-    assert isinstance(bound, LabelledEnergy)
+    assert isinstance(bound, PairedEnergy)
     energies = []
     for weight in (0.0, 1.0):
         found = gifd(4, 8, 60, tv=0.0, normal=weight).reconstruct(wave, known, Budget(60), STREAMS)

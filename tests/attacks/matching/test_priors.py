@@ -13,7 +13,7 @@ from torch.func import vmap
 from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.matching import priors
 from fedgauge.attacks.matching.priors import (
-    LatentPrior,
+    PairedEnergy,
     Prior,
     batch_statistics,
     gaussian,
@@ -78,8 +78,8 @@ def knowledge() -> Knowledge:
 def test_a_prior_is_a_finite_scalar_with_a_derivative_and_the_same_under_vmap(name: str) -> None:
     known = knowledge()
     bound = PRIORS[name].bind(known, detached_params(known.model))
-    z = torch.randn(2, bound.numbers) if isinstance(bound, LatentPrior) else None
-    energy = partial(bound.energy, z=z) if isinstance(bound, LatentPrior) else bound
+    z = torch.randn(2, bound.numbers) if isinstance(bound, PairedEnergy) else None
+    energy = partial(bound.energy, z=z) if isinstance(bound, PairedEnergy) else bound
     x = torch.randn(3, 2, 1, 6, 6, generator=generator(0)).requires_grad_()
     values = torch.stack([energy(one) for one in x])
     (slopes,) = torch.autograd.grad(values.sum(), x)
