@@ -1,7 +1,6 @@
-"""The end of a search: its time limit, and its result for each problem."""
+"""The time limit of a search, and what it searches for."""
 
 import time
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -16,12 +15,3 @@ class Deadline:
 
     def over(self) -> bool:
         return self.end is not None and time.perf_counter() > self.end
-
-
-@dataclass(frozen=True, eq=False)
-class OptimizationResult:
-    """The results of P problems, each tensor (P,)."""
-
-    objectives: Tensor
-    spent: Tensor  # iterations or evaluations
-    interrupted: Tensor  # whether the deadline ended it early

@@ -11,7 +11,7 @@ from torch.func import vmap
 
 from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Streams, Wave, not_applicable
-from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult
+from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.engine.gradient_distances import likelihood
 from fedgauge.attacks.learned.generators import GeneratorTraining, ImageGenerator, check, generator_of
 from fedgauge.attacks.matching.gradient_matching import EveryRestart
@@ -87,13 +87,8 @@ class GeneratorSearch(Attack):
             for rows in torch.arange(problems.count).split(TOGETHER)
         ]
         images, objectives, spent = (torch.cat(part) for part in zip(*parts, strict=True))
-        outcome = OptimizationResult(objectives, spent, spent < budget.iterations)
-        found, answers = EveryRestart(images, each, outcome, problems), []
-        for k, best in enumerate(found.objectives.argmin(1).tolist()):
-            x = images[k * budget.restarts + best].clamp(0, 1).float()
-            status, reason, done = found.ended(k, x, budget)
-            answers.append(Reconstruction(x, labels[k], float(found.objectives[k, best]), done, 0.0, status, reason))
-        return answers
+        found = EveryRestart(problems, images, each, objectives, spent, spent < budget.iterations)
+        return found.best(budget, lambda x: x.clamp(0, 1).float())
 
     def _search(
         self, problems: Problems, generator: ImageGenerator, rows: Tensor, z: Tensor, iterations: int, clock: Deadline

@@ -3,9 +3,9 @@
 It reconstructs argmin_x likelihood(seen, forward(x)) + sum of weight * prior(x), for K observations x R restarts together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from fedgauge.attacks import label_restoration as labelling
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, largest_batch
 from fedgauge.attacks.engine.compatibility import doubled, parameter_problem
-from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult, Variables
+from fedgauge.attacks.engine.deadline import Deadline, Variables
 from fedgauge.attacks.engine.gradient_distances import likelihood, rounding_likelihood
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.priors import gaussian_by_class, other_priors
@@ -71,7 +71,8 @@ class GradientMatching(Attack):
             found = self.search_all(wave, known, budget, streams, start)
         except SearchFails as error:
             return not_applicable(wave, str(error))
-        return _answers(found, budget)
+        known, dtype = found.problems.known, found.problems.dtype
+        return found.best(budget, lambda x: known.examples(x).to(dtype))
 
     def search_all(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, start: Tensor | None = None
@@ -84,16 +85,16 @@ class GradientMatching(Attack):
         clock = Deadline(budget.seconds)
         try:
             problems = self._problems(wave, known, budget.restarts, streams)
-            rows, starts = torch.arange(problems.count), partial(problems.starts, streams=streams)
-            variables = starts(rows // budget.restarts, rows % budget.restarts)
+            rows = torch.arange(problems.count)
+            variables = problems.starts(rows)
             limiter = self._batch_limiter(problems, variables)
         except ValueError as error:
             raise SearchFails(str(error)) from error
         if start is not None:
             first = problems.free(known.normalise(start)).repeat(1, problems.epochs, *[1] * len(known.shape))
             variables["x"][:: budget.restarts] = first.to(variables["x"])
-        outcome = self.search.minimise(variables, SearchContext(problems, starts, budget, limiter, clock))
-        return EveryRestart(*problems.joined(variables, rows), outcome, problems)
+        outcome = self.search.minimise(variables, SearchContext(problems, budget, limiter, clock))
+        return EveryRestart(problems, *problems.joined(variables, rows), *outcome)
 
     def _problems(self, wave: Wave, known: Knowledge, restarts: int, streams: Streams) -> Problems:
         refuse(parameter_problem(known.model, wave.params))
@@ -113,7 +114,7 @@ class GradientMatching(Attack):
             known = doubled(known)
             params, update = ({k: t.double() for k, t in part.items()} for part in (wave.params, wave.update))
             wave = replace(wave, params=params, update=update)
-        return Problems(self.objective, wave, known, y, restarts, like.dtype, self.search.group)
+        return Problems(self.objective, wave, known, y, restarts, like.dtype, self.search.group, streams)
 
     def _labels(self, wave: Wave, known: Knowledge, restarts: int, streams: Streams) -> Tensor:
         """Labels (P, images) of each problem; if steps, or clients of a sum, take slices, restarts try different ones."""
@@ -145,36 +146,41 @@ class GradientMatching(Attack):
 
 @dataclass(frozen=True, eq=False)
 class EveryRestart:
-    """The results of the P = K * R searches of a wave: normalised images (P, B, ...) and labels (P, B)."""
+    """The results of the P = K * R searches of a wave.
 
+    Args:
+        images: normalised (P, B, ...); labels: (P, B).
+        values: (P,) of the objective; spent: (P,) iterations; interrupted: (P,) whether the deadline ended it early.
+    """
+
+    problems: Problems
     images: Tensor
     labels: Tensor
-    outcome: OptimizationResult
-    problems: Problems
+    values: Tensor
+    spent: Tensor
+    interrupted: Tensor
 
     @cached_property
     def objectives(self) -> Tensor:
-        found = self.outcome.objectives
-        return torch.where(found.isfinite(), found, torch.inf).view(-1, self.problems.restarts)
+        return torch.where(self.values.isfinite(), self.values, torch.inf).view(-1, self.problems.restarts)
 
     def ended(self, k: int, x: Tensor, budget: Budget) -> tuple[Status, str, int]:
         """Status, reason and iterations of the k-th observation's searches, with a result x."""
         own = slice(k * self.problems.restarts, (k + 1) * self.problems.restarts)
-        done = int(self.outcome.spent[own].max())
+        done = int(self.spent[own].max())
         if not torch.isfinite(self.objectives[k].min()) or not torch.isfinite(x).all():
             return "diverged", "the objective or the result is not finite", done
-        if self.outcome.interrupted[own].any():
+        if self.interrupted[own].any():
             return "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s", done
         return "converged", self.problems.way.note, done
 
-
-def _answers(found: EveryRestart, budget: Budget) -> list[Reconstruction]:
-    """Each observation's restart with the lowest objective."""
-    problems, answers = found.problems, []
-    for k, best in enumerate(found.objectives.argmin(1).tolist()):
-        row = k * problems.restarts + best
-        x = problems.known.examples(found.images[row]).to(problems.dtype)
-        status, reason, done = found.ended(k, x, budget)
-        objective = float(found.objectives[k, best])
-        answers.append(Reconstruction(x, found.labels[row], objective, done, 0.0, status, reason))
-    return answers
+    def best(self, budget: Budget, examples: Callable[[Tensor], Tensor]) -> list[Reconstruction]:
+        """Each observation's restart with the lowest objective; `examples` makes examples of its images."""
+        answers = []
+        for k, restart in enumerate(self.objectives.argmin(1).tolist()):
+            row = k * self.problems.restarts + restart
+            x = examples(self.images[row])
+            status, reason, done = self.ended(k, x, budget)
+            value = float(self.objectives[k, restart])
+            answers.append(Reconstruction(x, self.labels[row], value, done, 0.0, status, reason))
+        return answers

@@ -163,6 +163,7 @@ class Problems:
     Args:
         labels: (P, images) if they are known; None: they are among the variables.
         group: weight of a term that pulls an observation's restarts towards their mean.
+        streams: of each observation, from which `starts` draws.
     """
 
     def __init__(
@@ -174,8 +175,9 @@ class Problems:
         restarts: int,
         dtype: torch.dtype,
         group: float = 0.0,
+        streams: Streams = (),
     ):
-        self.known, self.labels, self.restarts, self.group = known, labels, restarts, group
+        self.known, self.labels, self.restarts, self.group, self.streams = known, labels, restarts, group, streams
         self.training, self.epochs = objective.training, objective.training.epochs(known)
         self.dtype = dtype  # of the resulting images
         self.params, self.update = wave.params, wave.update
@@ -239,18 +241,14 @@ class Problems:
         others = {k: (like.new_tensor(low), like.new_tensor(high)) for k, (low, high) in self.training.bounds.items()}
         return {"x": (black, white), **others}
 
-    def starts(self, owners: Tensor, draws: Tensor, streams: Streams) -> Variables:
-        """Fresh starts of N problems: Gaussian images (N, images, C, H, W) and logits of labels, other variables likeliest.
-
-        Args:
-            owners: (N,) each problem's observation.
-            draws: (N,) the number of its draw.
-        """
+    def starts(self, rows: Tensor, attempt: int = 0) -> Variables:
+        """Fresh starts of N problems: Gaussian images (N, images, C, H, W) and logits of labels, other variables likeliest."""
         images, like = self.images, next(iter(self.params.values()))
-        pairs = list(zip(owners.tolist(), draws.tolist(), strict=True))
+        owners, draws = rows // self.restarts, rows % self.restarts + attempt * self.restarts
+        generators = [(self.streams[k], draw) for k, draw in zip(owners.tolist(), draws.tolist(), strict=True)]
 
         def normal(purpose: str, *size: int) -> Tensor:
-            return torch.stack([torch.randn(size, generator=streams[k](purpose, r)) for k, r in pairs]).to(like)
+            return torch.stack([torch.randn(size, generator=of(purpose, draw)) for of, draw in generators]).to(like)
 
         variables = {"x": normal("start", images, *self.known.shape)}
         if self.parametrisation is not None:
@@ -258,14 +256,13 @@ class Problems:
         paired = {name: prior for name, (_, prior) in self.priors.items() if isinstance(prior, PairedEnergy)}
         likeliest = next((prior.likeliest for prior in paired.values() if prior.likeliest), None)
         if self.labels is not None and likeliest is not None:
-            rows = owners * self.restarts + draws % self.restarts
             near = likeliest(self.labels[rows.to(self.labels.device)])
             variables["x"] = near.to(like) + NEAR * variables["x"]
         if self.labels is None:
             variables["y"] = normal("labels", images, self.known.label_kind.width(self.known.classes))
         latents = {name: torch.zeros(images, prior.numbers) for name, prior in paired.items() if prior.numbers}
         for name, t in {**self.own, **latents}.items():
-            variables[name] = t.to(like).repeat(len(pairs), *[1] * t.dim())
+            variables[name] = t.to(like).repeat(len(rows), *[1] * t.dim())
         return variables
 
     def joined(self, variables: Variables, rows: Tensor) -> tuple[Tensor, Tensor]:

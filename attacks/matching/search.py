@@ -9,26 +9,20 @@ from torch import Tensor
 
 from fedgauge.attacks.base import Budget
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter
-from fedgauge.attacks.engine.deadline import Deadline, OptimizationResult, Variables
+from fedgauge.attacks.engine.deadline import Deadline, Variables
 from fedgauge.attacks.engine.optimizers import Adam, Descent, lbfgs, minimise, restarted
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.client.components import Checked, NotNegative, Positive, Share
 
 Step = Callable[[Variables, Tensor, float], tuple[Tensor, Variables]]
 Shapes = dict[str, torch.Size]  # of each variable of one problem
-Starts = Callable[[Tensor, Tensor], Variables]  # observations (N,), numbers of their draws (N,) -> fresh starts
 
 
 @dataclass(frozen=True, eq=False)
 class SearchContext:
-    """The problems of one search, and what it may spend on them.
-
-    Args:
-        starts: draws fresh starts.
-    """
+    """The problems of one search, and what it may spend on them."""
 
     problems: Problems
-    starts: Starts
     budget: Budget
     limiter: BatchLimiter
     clock: Deadline
@@ -51,8 +45,15 @@ class Search(ABC):
         """Numbers kept for each one that is searched for."""
 
     @abstractmethod
-    def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
-        """Advance the variables of all problems in place; SearchFails says why it cannot."""
+    def minimise(self, variables: Variables, context: SearchContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Advance the variables of all P problems in place.
+
+        Returns:
+            (P,) objectives, iterations or evaluations spent, and whether the deadline ended a search early.
+
+        Raises:
+            SearchFails: it cannot.
+        """
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class AdamSearch(Checked, Search):
         passed: int = sum(iteration >= cut * iterations for cut in self.cuts)
         return self.rate * 0.1**passed * self.decay**iteration
 
-    def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
+    def minimise(self, variables: Variables, context: SearchContext) -> tuple[Tensor, Tensor, Tensor]:
         problems, limiter = context.problems, context.limiter
         step, spent = self._step(problems, limiter), torch.zeros(problems.count, dtype=torch.int64)
         interrupted = torch.zeros(problems.count, dtype=torch.bool)
@@ -103,7 +104,7 @@ class AdamSearch(Checked, Search):
             return problems.value_and_slopes(part, rows)[0]
 
         objectives = torch.cat(limiter.each(descend, torch.arange(len(problems.units))))
-        return OptimizationResult(objectives, spent, interrupted)
+        return objectives, spent, interrupted
 
     def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
         if not (self.compile and problems.way.route != "loop"):
@@ -149,11 +150,11 @@ class LBFGSSearch(lbfgs, Search):
     A problem that ends without a fit starts afresh.
     """
 
-    def minimise(self, variables: Variables, context: SearchContext) -> OptimizationResult:
+    def minimise(self, variables: Variables, context: SearchContext) -> tuple[Tensor, Tensor, Tensor]:
         problems, clock = context.problems, context.clock
         shapes = {name: t.shape[1:] for name, t in variables.items()}
         everyone = torch.arange(problems.count, device=variables["x"].device)
-        restarts, allowed = problems.restarts, torch.full_like(everyone, context.budget.iterations)
+        allowed = torch.full_like(everyone, context.budget.iterations)
         descent = self._search(context, shapes, everyone, _joined(variables), allowed)
         attempt = 0
         while not clock.over():
@@ -161,13 +162,13 @@ class LBFGSSearch(lbfgs, Search):
             if len(rows) == 0:
                 break
             attempt += 1
-            fresh = _joined(context.starts(rows // restarts, rows % restarts + attempt * restarts))
+            fresh = _joined(problems.starts(rows, attempt))
             left = (allowed - descent.spent)[rows]
             restarted(descent, self._search(context, shapes, rows, fresh, left), rows)
         for name, t in _apart(descent.x, shapes).items():
             variables[name][:] = t
         unfinished = ~descent.ended & (descent.spent < allowed)
-        return OptimizationResult(descent.f, descent.spent, unfinished & clock.over())
+        return descent.f, descent.spent, unfinished & clock.over()
 
     def _unfit(self, descent: Descent) -> Tensor:
         return ~(descent.f <= self.restart_above) if self.restart_above else ~descent.f.isfinite()
