@@ -3,6 +3,7 @@
 It reconstructs argmin_x likelihood(seen, forward(x)) + sum of weight * prior(x), for K observations x R restarts together.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -164,23 +165,17 @@ class EveryRestart:
     def objectives(self) -> Tensor:
         return torch.where(self.values.isfinite(), self.values, torch.inf).view(-1, self.problems.restarts)
 
-    def ended(self, k: int, x: Tensor, budget: Budget) -> tuple[Status, str, int]:
-        """Status, reason and iterations of the k-th observation's searches, with a result x."""
-        own = slice(k * self.problems.restarts, (k + 1) * self.problems.restarts)
-        done = int(self.spent[own].max())
-        if not torch.isfinite(self.objectives[k].min()) or not torch.isfinite(x).all():
-            return "diverged", "the objective or the result is not finite", done
-        if self.interrupted[own].any():
-            return "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s", done
-        return "converged", self.problems.way.note, done
-
     def best(self, budget: Budget, examples: Callable[[Tensor], Tensor]) -> list[Reconstruction]:
         """Each observation's restart with the lowest objective; `examples` makes examples of its images."""
-        answers = []
+        restarts, answers = self.problems.restarts, []
         for k, restart in enumerate(self.objectives.argmin(1).tolist()):
-            row = k * self.problems.restarts + restart
-            x = examples(self.images[row])
-            status, reason, done = self.ended(k, x, budget)
-            value = float(self.objectives[k, restart])
+            row, own = k * restarts + restart, slice(k * restarts, (k + 1) * restarts)
+            x, value, done = examples(self.images[row]), float(self.objectives[k, restart]), int(self.spent[own].max())
+            status: Status = "converged"
+            reason = self.problems.way.note
+            if not (math.isfinite(value) and x.isfinite().all()):
+                status, reason = "diverged", "the objective or the result is not finite"
+            elif self.interrupted[own].any():
+                status, reason = "out_of_budget", f"{done} of {budget.iterations} iterations in {budget.seconds} s"
             answers.append(Reconstruction(x, self.labels[row], value, done, 0.0, status, reason))
         return answers

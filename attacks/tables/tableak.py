@@ -6,7 +6,7 @@ likely right: the result is their median, and the entropy of their mean is each 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -54,26 +54,20 @@ class tableak(Attack):
             found = matching.search_all(wave, known, budget, streams)
         except SearchFails as error:
             return not_applicable(wave, str(error))
-        return [self._answer(found, k, budget) for k in range(len(wave))]
+        return [self._pooled(found, k, best) for k, best in enumerate(found.best(budget, lambda rows: rows))]
 
-    def _answer(self, found: EveryRestart, k: int, budget: Budget) -> Reconstruction:
+    def _pooled(self, found: EveryRestart, k: int, best: Reconstruction) -> Reconstruction:
+        """The vote of one observation's restarts, whose rows are put into the order of the best one's."""
+        if best.x is None or best.y is None or best.status == "diverged":
+            return replace(best, x=None)
         columns = found.problems.known.columns
         assert columns is not None
-        restarts, best = found.problems.restarts, int(found.objectives[k].argmin())
-        own = slice(k * restarts, (k + 1) * restarts)
+        own = slice(k * found.problems.restarts, (k + 1) * found.problems.restarts)
         rows, labels = found.images[own], found.labels[own]
-        status, reason, done = found.ended(k, rows[best], budget)
-        objective = float(found.objectives[k, best])
-        if status == "diverged":
-            return Reconstruction(None, labels[best], objective, done, 0.0, status, reason)
         ended = found.objectives[k].isfinite() & rows.flatten(1).isfinite().all(1)
-        voters, pooled = aligned(columns, rows[ended], labels[ended], rows[best], labels[best]), rows[best]
-        if self.pool:
-            pooled = columns.scaled(columns.natural(voters).median(0).values)
-        x = columns.rows(columns.cells(pooled))
-        return Reconstruction(
-            x, labels[best], objective, done, 0.0, status, reason, confidence=confidence(columns, voters)
-        )
+        voters = aligned(columns, rows[ended], labels[ended], best.x, best.y)
+        pooled = columns.scaled(columns.natural(voters).median(0).values) if self.pool else best.x
+        return replace(best, x=columns.rows(columns.cells(pooled)), confidence=confidence(columns, voters))
 
 
 def aligned(columns: Columns, rows: Tensor, labels: Tensor, to: Tensor, its_labels: Tensor) -> Tensor:
