@@ -174,11 +174,7 @@ class Refinement:
         updates = {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
         labels = shadow.labels_as_restored(updates, y)
         batches = Batch(shadow.auxiliary.x[aligned_orders(groups, y, labels)], labels)
-        return updates, batches, self.start(updates, labels)
-
-    def start(self, updates: Update, labels: Tensor) -> Tensor:
-        """Linear answers (n, B, d) to updates (n, ...) with labels (n, B)."""
-        return self.linear.images(updates, labels).flatten(2)
+        return updates, batches, self.linear.images(updates, labels).flatten(2)
 
     def descend(
         self, updates: Update, labels: Tensor, start: Tensor, trust: float, clock: Deadline
@@ -229,7 +225,7 @@ def refine(wave: Wave, known: Knowledge, budget: Budget, linear: ridge_inversion
         labels = labelling.restore(wave, known).sort(1).values
         shadow = ShadowTrainer(known, wave.params, linear.view, linear.passes)
         refined = Refinement(FittedRidge(linear, shadow), budget.iterations)
-        start = refined.start(wave.update, labels)
+        start = refined.linear.images(wave.update, labels).flatten(2)
         trust, error = refined.trust
     except ValueError as problem:
         return not_applicable(wave, str(problem))

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -227,10 +227,6 @@ class Problems:
         """(U, R) problems that only advance together: all restarts of an observation if a group term couples them."""
         return torch.arange(self.count).view(-1, self.restarts if self.group else 1)
 
-    @property
-    def images(self) -> int:
-        return self.epochs * self.known.batch_size
-
     @cached_property
     def bounds(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Lowest and highest value of each variable; for images, normalised black and white, each (C, 1, 1)."""
@@ -243,7 +239,7 @@ class Problems:
 
     def starts(self, rows: Tensor, attempt: int = 0) -> Variables:
         """Fresh starts of N problems: Gaussian images (N, images, C, H, W) and logits of labels, other variables likeliest."""
-        images, like = self.images, next(iter(self.params.values()))
+        images, like = self.epochs * self.known.batch_size, next(iter(self.params.values()))
         owners, draws = rows // self.restarts, rows % self.restarts + attempt * self.restarts
         generators = [(self.streams[k], draw) for k, draw in zip(owners.tolist(), draws.tolist(), strict=True)]
 
@@ -327,7 +323,11 @@ class Problems:
     ) -> Tensor:
         y, own = self._labels(variables, labels), {name: variables[name] for name in self.own}
         x = self.examples(variables["x"], y)
-        objectives = likelihood_weight * self._distances(x, y, seen, own)
+        if self.step is None:
+            distances = self._generally(x, y, seen.formed(), own)
+        else:
+            distances = self._compare(seen, self.step(self.known.model, self.params, x, y, self.likelihood.by_products))
+        objectives = likelihood_weight * distances
         if self.parametrisation is not None and self.parametrisation.weight:
             objectives = objectives + 0.5 * self.parametrisation.weight * variables["x"].flatten(1).square().sum(1)
         loop = self.way.route == "loop"
@@ -347,15 +347,15 @@ class Problems:
             objectives = objectives + self.group * apart.flatten(2).mean(2).flatten()
         return objectives
 
-    def _distances(self, x: Tensor, y: Tensor, seen: ObservedUpdates, own: Variables) -> Tensor:
-        if self.step is None:
-            return self._generally(x, y, seen.formed(), own)
-        return self._compare(seen, self.step(self.known.model, self.params, x, y, self.likelihood.by_products))
-
     def _generally(self, x: Tensor, y: Tensor, seen: Update, own: Variables) -> Tensor:
         """The distances by vmap over whole problems, or one after the other, for any chain and model."""
         loop = self.way.route == "loop" or (len(x) == 1 and self.plain_alone)
-        one = partial(self._one, self.plain if loop else self.known, tuple(own))
+        known = self.plain if loop else self.known
+
+        def one(x: Tensor, y: Tensor, seen: Update, *values: Tensor) -> Tensor:
+            expected = self.training.update(known, self.params, x, y, seen, dict(zip(own, values, strict=True)))
+            return self.likelihood(seen, expected)
+
         if loop:
             return cast(Tensor, over_problems(one, x, y, seen, *own.values(), loop=True))
         inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(own.values(), 3))}
@@ -378,10 +378,3 @@ class Problems:
             return over_problems(self.likelihood, {k: seen.tensor(k) for k in formed}, formed)
         *matrices, square = seen.form("flat", *formed)
         return self.likelihood.between(matrices, flattened(formed), square)
-
-    def _one(
-        self, known: Knowledge, names: tuple[str, ...], x: Tensor, y: Tensor, seen: Update, *own: Tensor
-    ) -> Tensor:
-        return self.likelihood(
-            seen, self.training.update(known, self.params, x, y, seen, dict(zip(names, own, strict=True)))
-        )

@@ -158,7 +158,8 @@ class LBFGSSearch(lbfgs, Search):
         descent = self._search(context, shapes, everyone, _joined(variables), allowed)
         attempt = 0
         while not clock.over():
-            rows = (self._unfit(descent) & (descent.spent < allowed)).nonzero().flatten()
+            fits = descent.f <= self.restart_above if self.restart_above else descent.f.isfinite()
+            rows = (~fits & (descent.spent < allowed)).nonzero().flatten()
             if len(rows) == 0:
                 break
             attempt += 1
@@ -169,9 +170,6 @@ class LBFGSSearch(lbfgs, Search):
             variables[name][:] = t
         unfinished = ~descent.ended & (descent.spent < allowed)
         return descent.f, descent.spent, unfinished & clock.over()
-
-    def _unfit(self, descent: Descent) -> Tensor:
-        return ~(descent.f <= self.restart_above) if self.restart_above else ~descent.f.isfinite()
 
     def _search(self, context: SearchContext, shapes: Shapes, among: Tensor, start: Tensor, allowed: Tensor) -> Descent:
         problems = context.problems

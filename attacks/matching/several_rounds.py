@@ -101,7 +101,9 @@ class several_rounds(StatefulAttack):
         start = torch.randn((known.batch_size, *known.shape), generator=rng)
         z = start.to(next(iter(rounds[-1].params.values()))).requires_grad_()
         low, high = (known.normalise(torch.full(known.shape, bound)).to(z) for bound in (known.low, known.high))
-        distance, smooth = _distance(known), total_variation(self.tv).bind(known, rounds[-1].params)
+        noise, smooth = known.chain.update_distribution, total_variation(self.tv).bind(known, rounds[-1].params)
+        # noise averages out over the rounds, for which a cosine does as well
+        distance = likelihood(noise and replace(noise, sigma=0.0, scale=0.0), known.batch_size)
         adam = torch.optim.Adam([z], self.rate)
         schedule = torch.optim.lr_scheduler.MultiStepLR(adam, [int(cut * iterations) for cut in CUTS])
         weights = torch.tensor([0.0] * (len(rounds) - 1) + [1.0])
@@ -134,12 +136,6 @@ class several_rounds(StatefulAttack):
 
 def _misfit(one: Wave, z: Tensor, y: Tensor, known: Knowledge, distance: Distance) -> Tensor:
     return distance(one.alone(0), known.forward(one.params, Batch(known.pixels(z), y), None))
-
-
-def _distance(known: Knowledge) -> Distance:
-    """The chain's likelihood without its noise: noise averages out over the rounds, for which a cosine does as well."""
-    noise = known.chain.update_distribution
-    return likelihood(noise and replace(noise, sigma=0.0, scale=0.0), known.batch_size)
 
 
 def _remembered(rounds: Sequence[Wave]) -> ClientState:
