@@ -34,7 +34,6 @@ from fedgauge.attacks.learned.trainer import TrainingRecord, load, perceptron, s
 from fedgauge.client.components import Count, Natural, Positive, Share
 from fedgauge.client.psnr import assigned
 
-NOTHING = torch.zeros(16, dtype=torch.uint8)
 ENUMERATED = 5  # images up to which all pairings (120) are tried at once
 
 
@@ -74,7 +73,7 @@ class learning_to_invert(StatefulAttack):
     trains_first = True
 
     def initial(self) -> ClientState:
-        return {"inverter": NOTHING.clone()}
+        return {"inverter": torch.zeros(16, dtype=torch.uint8)}
 
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
@@ -88,7 +87,8 @@ class learning_to_invert(StatefulAttack):
             shadow = ShadowTrainer(
                 known, wave.params, UpdateFeatures(self.by_label, self.buckets, self.signed), self.passes
             )
-            parents = [_name(memory["inverter"]) for memory in memories]
+            stored = [memory["inverter"] for memory in memories]
+            parents = [bytes(name.tolist()).hex() if bool(name.any()) else "" for name in stored]
             made = {parent: self._inverter(shadow, budget, parent, clock) for parent in sorted(set(parents))}
             rows = shadow.view.rows(known, wave.update, labels)
         except ValueError as error:
@@ -99,10 +99,10 @@ class learning_to_invert(StatefulAttack):
             with torch.no_grad():
                 x = network(part).view(known.batch_size, *known.shape)
             found.append(record.answer(x, labels[k] if labels.numel() else None))
-        stored = {
+        names = {
             parent: torch.tensor(list(bytes.fromhex(name)), dtype=torch.uint8) for parent, (*_, name) in made.items()
         }
-        return found, [{"inverter": stored[parent]} for parent in parents]
+        return found, [{"inverter": names[parent]} for parent in parents]
 
     def _inverter(
         self, shadow: ShadowTrainer, budget: Budget, parent: str, clock: Deadline
@@ -160,7 +160,3 @@ def hungarian(costs: Tensor) -> Tensor:
         totals = costs[:, torch.arange(size), orders].sum(2)  # (n, orders)
         return orders[totals.argmin(1)]
     return torch.stack([assigned(c) for c in costs.double().nan_to_num()]).to(costs.device)
-
-
-def _name(stored: Tensor) -> str:
-    return bytes(stored.tolist()).hex() if bool(stored.any()) else ""

@@ -5,6 +5,7 @@ It reconstructs argmin_x likelihood(seen, forward(x)) + sum of weight * prior(x)
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -102,10 +103,8 @@ class GradientMatching(Attack):
         like = next(iter(wave.params.values()))
         y = None
         if known.labels is not None or self.objective.labels == "restored":
-            try:
+            with suppress(NotRestored):
                 y = self._labels(wave, known, restarts, streams).to(like.device)
-            except NotRestored:
-                y = None
         if y is None and not takes_probabilities(known.loss, known.classes, known.label_kind):
             if not is_mean(known.loss, known.classes, known.label_kind):
                 why = "the loss takes whole labels only and is no mean over the examples, so labels cannot be optimised"
