@@ -58,7 +58,13 @@ class Ridge:
         """phi of new rows, or its inner products with phi of the rows that the weights are over."""
         centred = Batch(new.x.double() - self.centre, new.y)
         if self.rows is not None:
-            return kernel(centred, self.rows, self.centre, self.bond)
+            found = centred.x.new_zeros(len(centred.x), len(self.rows.x))
+            for first in range(0, self.rows.x.shape[1], 2048):  # a float64 copy of all rows would double their size
+                part = slice(first, first + 2048)
+                found.addmm_(centred.x[:, part], (self.rows.x[:, part].double() - self.centre[part]).T)
+            if self.bond:
+                found *= 1 + self.bond * (centred.y[:, None] == self.rows.y[None])
+            return found
         if not self.bond:
             return centred.x
         own = torch.nn.functional.one_hot(centred.y, self.classes).to(centred.x)
@@ -116,17 +122,6 @@ def minimise_on_grid(error: Callable[[float], float], start: float) -> float:
     if at == float("inf"):
         raise ValueError("ridge regression has no solution for any regulariser: the simulated updates are not finite")
     return best
-
-
-def kernel(new: Batch, rows: Batch, centre: Tensor, bond: float) -> Tensor:
-    """Inner products (m, n) of phi of centred rows with phi of rows that are centred here."""
-    found = new.x.new_zeros(len(new.x), len(rows.x))
-    for first in range(0, rows.x.shape[1], 2048):  # a float64 copy of all rows would double their size
-        part = slice(first, first + 2048)
-        found.addmm_(new.x[:, part], (rows.x[:, part].double() - centre[part]).T)
-    if bond:
-        found *= 1 + bond * (new.y[:, None] == rows.y[None])
-    return found
 
 
 @dataclass(frozen=True)
