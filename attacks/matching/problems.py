@@ -130,6 +130,18 @@ def over_problems(function: Callable[..., Any], *arguments: Tensor | Update, loo
     return tree_map(lambda *same: torch.stack(same), *results)
 
 
+def _by_autograd(function: Callable[..., Tensor], by: tuple[int, ...]) -> Callable[..., Any]:
+    """`grad_and_value` by plain autograd, for functions that torch.func refuses."""
+
+    def differentiated(*arguments: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        leaves = {place: arguments[place].detach().requires_grad_() for place in by}
+        with torch.enable_grad():
+            value = function(*(leaves.get(place, given) for place, given in enumerate(arguments)))
+            return torch.autograd.grad(value, [*leaves.values()], materialize_grads=True), value.detach()
+
+    return differentiated
+
+
 def scale_of(known: Knowledge) -> tuple[Tensor, Tensor] | None:
     """Mean and deviation of public inputs by channel: the units of a search, for inputs of any scale.
 
@@ -356,12 +368,13 @@ class Problems:
             expected = self.training.update(known, self.params, x, y, seen, dict(zip(own, values, strict=True)))
             return self.likelihood(seen, expected)
 
-        if loop:
-            return cast(Tensor, over_problems(one, x, y, seen, *own.values(), loop=True))
+        if loop and len(x) == 1:
+            return cast(Tensor, over_problems(one, x, y, seen, *own.values()))
         inputs = {0: x, **({} if self.labels is not None else {1: y}), **dict(enumerate(own.values(), 3))}
         arguments: list[Tensor | Update] = [x.detach(), y.detach(), seen, *(t.detach() for t in own.values())]
         # grad inside vmap: autograd around a vmap of grad is faster, but wrong for some layers (LayerNorm in torch 2.13)
-        slopes, value = over_problems(grad_and_value(one, tuple(inputs)), *arguments)
+        differentiated = (_by_autograd if loop else grad_and_value)(one, tuple(inputs))
+        slopes, value = over_problems(differentiated, *arguments, loop=loop)
         return cast(Tensor, KnownGradient.apply(value, len(inputs), *inputs.values(), *slopes))  # type: ignore[no-untyped-call]
 
     def _compare(self, seen: ObservedUpdates, expected: Gradients) -> Tensor:
@@ -375,6 +388,6 @@ class Problems:
             apart = {k: seen.products(k, t) for k, t in expected.items() if k not in formed}
             return self.likelihood.of({**apart, "": seen.together(formed)} if formed else apart)
         if not self.likelihood.joint:
-            return over_problems(self.likelihood, {k: seen.tensor(k) for k in formed}, formed)
+            return cast(Tensor, over_problems(self.likelihood, {k: seen.tensor(k) for k in formed}, formed))
         *matrices, square = seen.form("flat", *formed)
         return self.likelihood.between(matrices, flattened(formed), square)
