@@ -124,13 +124,6 @@ def _search(use: str, tune: str, given: bool = False, **settings: float) -> Tabl
     return {"use": use, "name": name, "tune": tune, **settings, **({"labels": "given"} if given else {})}
 
 
-SECOND_ORDER: Table = {
-    "use": "class_gaussian",
-    "name": "second_order_labels_given",
-    "labels": "given",
-    "second_order": True,
-}
-
 # the least effort of each attack, in the order of a report: exact attacks, searches, learned ones, membership
 CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("quick", {"use": "analytic"}),
@@ -160,7 +153,11 @@ CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("thorough", _search("gifd", "shadow", given=True)),
     ("thorough", {"use": "idlg", "name": "idlg_labels_given", "labels": "given"}),  # ahead on smooth networks
     ("thorough", {"use": "class_gaussian", "name": "class_gaussian_labels_given", "labels": "given"}),
-    ("thorough", SECOND_ORDER),  # 6 dB ahead on LeNet's batches of four
+    # far ahead on smooth networks
+    (
+        "thorough",
+        {"use": "class_gaussian", "name": "second_order_labels_given", "labels": "given", "second_order": True},
+    ),
     ("standard", {"use": "surrogate"}),
     ("standard", {"use": "several_rounds"}),
     ("standard", {"use": "lamp"}),
