@@ -6,7 +6,7 @@ scenario means the same audit everywhere.
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -118,7 +118,7 @@ WORKS: Mapping[str, Callable[[Federation], bool]] = {
 }
 
 
-def _search(use: str, tune: str, given: bool = False, **settings: float) -> Table:
+def _search(use: str, tune: str, given: bool = False, **settings: Any) -> Table:
     """A search, named by what it knows: tuned on shadow updates, the labels given."""
     name = f"{use}{'_tuned' if tune == 'shadow' else ''}{'_labels_given' if given else ''}"
     return {"use": use, "name": name, "tune": tune, **settings, **({"labels": "given"} if given else {})}
@@ -154,10 +154,7 @@ CHOICES: tuple[tuple[Effort, Table], ...] = (
     ("thorough", {"use": "idlg", "name": "idlg_labels_given", "labels": "given"}),  # ahead on smooth networks
     ("thorough", {"use": "class_gaussian", "name": "class_gaussian_labels_given", "labels": "given"}),
     # far ahead on smooth networks
-    (
-        "thorough",
-        {"use": "class_gaussian", "name": "second_order_labels_given", "labels": "given", "second_order": True},
-    ),
+    ("thorough", _search("class_gaussian", "off", given=True, name="second_order_labels_given", second_order=True)),
     ("standard", {"use": "surrogate"}),
     ("standard", {"use": "several_rounds"}),
     ("standard", {"use": "lamp"}),
