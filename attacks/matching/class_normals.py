@@ -57,17 +57,15 @@ class ClassNormals:
         self.y = images.y[several]
         widened = (counts / (counts - 1)).sqrt()[self.y]
         self.spread = (images.x[several] - self.means[self.y]) * widened.view(-1, *[1] * (images.x.dim() - 1))
-        self.average = self.spread.square().sum() / max(self.spread.numel(), 1)
-        if not self.average > 0:
+        self.least = LEAST * self.spread.square().sum() / max(self.spread.numel(), 1)
+        if not self.least > 0:
             raise ValueError("no class has two auxiliary examples that differ: raise [data] auxiliary")
-        alike = self.spread / self._deviations(self.spread.square().mean(0))
+        alike = self.spread / (self.spread.square().mean(0) + self.least).sqrt()
         lengths, self.turns = self.spread.new_ones(()), []
         for axis in range(1, images.x.dim()):
             rows = alike.movedim(axis, 0).flatten(1)
             squares = rows @ rows.T
-            squares += (
-                1e-3 * squares.diagonal().mean() * torch.eye(len(squares)).to(squares)
-            )  # where all pixels are equal
+            squares.diagonal().add_(1e-3 * squares.diagonal().mean())  # where all pixels are equal
             sizes = squares.diagonal().sqrt()
             along, turn = torch.linalg.eigh(squares / sizes / sizes[:, None])
             lengths = lengths[..., None] * along
@@ -89,9 +87,6 @@ class ClassNormals:
             x[labels == c] = self.means[c].to(z) + deviations * _turned(found, [turn.T for turn in self.turns])
         return x
 
-    def _deviations(self, variances: Tensor) -> Tensor:
-        return (variances + LEAST * self.average).sqrt()
-
     def _fitted(self, c: int) -> tuple[Tensor, Tensor, Tensor]:
         """The deviations of a class's pixels, axes, and what is added to the lengths along them."""
         of_class = self.y == c
@@ -99,7 +94,7 @@ class ClassNormals:
         own = count / (count + ENOUGH)
         shares = ((1 - own) / len(self.y) + of_class * (own / max(count, 1))).to(self.spread)
         variances = (self.spread.square().flatten(1).T @ shares).view(self.spread.shape[1:])
-        deviations = self._deviations(variances)
+        deviations = (variances + self.least).sqrt()
         rows = _turned(self.spread / deviations, self.turns)
         weights = (len(rows) * shares).sqrt().view(-1, 1)
         found, axes = principal(weights * (rows / self.lengths).flatten(1))
