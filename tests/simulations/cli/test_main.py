@@ -26,7 +26,7 @@ def test_commands_work_next_to_a_users_own_files_of_the_same_names(tmp_path: Pat
 
 
 def test_ctrl_c_while_libraries_are_imported_is_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("print('begun', flush=True)\nimport time\ntime.sleep(60)\n")
+    (tmp_path / "torch.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
     program = [
         sys.executable,
         "-c",
