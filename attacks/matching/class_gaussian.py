@@ -13,7 +13,7 @@ from fedgauge.attacks.matching.search import AdamSearch, LBFGSSearch, Search
 from fedgauge.client.components import Positive
 
 ERROR = 0.01  # of each entry of an update without noise, relative to the update's norm, for one example
-ROUNDED = 2.0  # the prior's weight beside a normal distribution in place of rounding, whose errors depend on the entry
+ROUNDED = 2.0  # the prior's weight with a normal distribution in place of rounding: real errors depend on the entry
 FALL = 0.03  # of Adam's rate over a search
 
 
@@ -25,7 +25,7 @@ class class_gaussian(Attack):
     place, and entries that pruning dropped are known to be small. Else it is a distance such as the cosine.
 
     Args:
-        share: of the prior in the objective with a distance; beside a likelihood the prior has its own density.
+        share: of the prior in the objective with a distance; with a likelihood the prior has its own density.
         rate: of Adam, which falls to 3 % of it.
         second_order: L-BFGS by each tensor's squared distance instead, for smooth networks without a defense.
     """

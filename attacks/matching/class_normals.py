@@ -19,7 +19,7 @@ START = 0.1  # deviation of the search's starts
 
 @dataclass(frozen=True)
 class class_normals:
-    """Examples around their class's mean, from standard normal numbers, whose density is the prior."""
+    """Examples around their class's mean, from standard normal numbers: their density is the prior."""
 
     weight: NotNegative
 
@@ -37,7 +37,7 @@ class class_normals:
 
 
 class ClassNormals:
-    """A normal distribution for each class, whose covariance is blended of three.
+    """A normal distribution for each class, with a covariance blended from three.
 
     One is of the class's own examples, with a share that grows with their number; one of all examples around their class's mean. So
     that it is invertible, the third has each pixel's variance and separable correlations: channels by rows by columns.
