@@ -699,8 +699,7 @@ for name, p in net.named_parameters():
 
 
 """,
-        # a user's app; weights only are loaded
-        "load": 'net.load_state_dict(torch.load(io.BytesIO(message.content["packed"]["weights"])))',
+        "load": 'net.load_state_dict(torch.load(io.BytesIO(message.content["packed"]["weights"])))',  # an app's; weights only
         "upload": "{}",
         "records": ', "packed": packed(net.state_dict())',
         "server": """for node in grid.get_node_ids():
