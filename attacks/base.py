@@ -346,10 +346,6 @@ class Attack(Checked, ABC):
             streams: one for each observation; they are the only source of randomness, so packing does not change a start.
         """
 
-    def initial(self) -> ClientState:
-        """The state for a client that was not attacked before."""
-        return {}
-
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
@@ -376,11 +372,11 @@ class StatefulAttack(Attack):
         """One reconstruction for each observation of the wave, and the new state of its client, in order.
 
         Args:
-            memories: each client's state after the attack on its last observation; read only.
+            memories: each client's state after the attack on its last observation, empty before the first; read only.
         """
 
     def reconstruct(self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams) -> list[Reconstruction]:
-        return self.advance(wave, known, budget, streams, [self.initial() for _ in wave.clients])[0]
+        return self.advance(wave, known, budget, streams, [{} for _ in wave.clients])[0]
 
 
 def not_applicable(wave: Wave, reason: str) -> list[Reconstruction]:

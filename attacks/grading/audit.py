@@ -220,7 +220,7 @@ class Auditor:
                 attack, tuned = tuning.of(attack, known, wave)
             except ValueError as error:
                 tuned = f"not tuned: {error}"
-        before = [_on(memories.get(client, attack.initial()), wave.device) for client in wave.clients]
+        before = [_on(memories.get(client, {}), wave.device) for client in wave.clients]
         returned, after = attack.advance(wave, known, planned.budget, streams, before)
         reconstructions = _checked(
             returned, len(wave), self.source.auxiliary.x[:1].expand(known.batch_size, *known.shape)

@@ -72,9 +72,6 @@ class learning_to_invert(StatefulAttack):
 
     trains_first = True
 
-    def initial(self) -> ClientState:
-        return {"inverter": torch.zeros(16, dtype=torch.uint8)}
-
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
@@ -87,8 +84,7 @@ class learning_to_invert(StatefulAttack):
             shadow = ShadowTrainer(
                 known, wave.params, UpdateFeatures(self.by_label, self.buckets, self.signed), self.passes
             )
-            stored = [memory["inverter"] for memory in memories]
-            parents = [bytes(name.tolist()).hex() if bool(name.any()) else "" for name in stored]
+            parents = [bytes(memory["inverter"].tolist()).hex() if memory else "" for memory in memories]
             made = {parent: self._inverter(shadow, budget, parent, clock) for parent in sorted(set(parents))}
             rows = shadow.view.rows(known, wave.update, labels)
         except ValueError as error:

@@ -57,9 +57,6 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
     def label_source(self) -> Literal["restored", "optimised"]:
         return self.inner.label_source
 
-    def initial(self) -> ClientState:
-        return {"images": torch.tensor(0)}
-
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
@@ -72,7 +69,7 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
         return results, [self._remember(memory, found) for memory, found in zip(memories, results, strict=True)]
 
     def _remember(self, memory: ClientState, found: Reconstruction) -> ClientState:
-        x, images = found.x, int(memory["images"])
+        x, images = found.x, int(memory.get("images", 0))
         failed = self.discard_failures and not found.objective <= self.fit
         if x is None or not torch.isfinite(x).all() or failed:
             return memory
@@ -93,7 +90,7 @@ class feedback_blending(StatefulAttack, DelegatingAttack):
             return known.public.x.mean(0).expand(len(wave), *shape).to(like)
         images = []
         for memory, stream in zip(memories, streams, strict=True):
-            if int(memory["images"]) >= 2 and memory["blend"].shape == shape:
+            if int(memory.get("images", 0)) >= 2 and memory["blend"].shape == shape:
                 images.append(memory["blend"].to(like))
             else:
                 noise = torch.randn(shape, generator=stream("start", 0))  # the draw of the attack itself

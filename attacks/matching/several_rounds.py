@@ -52,9 +52,6 @@ class several_rounds(StatefulAttack):
     tv: NotNegative = 0.01
     rate: NotNegative = 0.1
 
-    def initial(self) -> ClientState:
-        return {"rounds": torch.tensor(0)}
-
     def advance(
         self, wave: Wave, known: Knowledge, budget: Budget, streams: Streams, memories: Sequence[ClientState]
     ) -> tuple[list[Reconstruction], list[ClientState]]:
@@ -151,5 +148,5 @@ def _recalled(memory: ClientState) -> list[Wave]:
         prefix = f"{i}/{kind}/"
         return {name.removeprefix(prefix): t for name, t in memory.items() if name.startswith(prefix)}
 
-    stored = [(part(i, "params"), part(i, "update")) for i in range(int(memory["rounds"]))]
+    stored = [(part(i, "params"), part(i, "update")) for i in range(int(memory.get("rounds", 0)))]
     return [Wave(0, (0,), params, {k: t[None] for k, t in update.items()}) for params, update in stored]

@@ -221,7 +221,7 @@ def test_memory_goes_to_disk_and_back_and_is_not_written_to(
     """Three rounds, as a pool lives through them: what is remembered is a file in between."""
     _, wave, known = seen
     attack = remembering(name)
-    kept = stored = [attack.initial() for _ in wave.clients]
+    kept = stored = [{} for _ in wave.clients]
     for round in range(3):
         before = [{k: t.clone() for k, t in memory.items()} for memory in kept]
         found, after = attack.advance(wave, known, Budget(4), streams(3), kept)
@@ -239,7 +239,7 @@ def test_memory_goes_to_disk_and_back_and_is_not_written_to(
 def test_a_new_client_is_attacked_without_memory(name: str, seen: tuple[Federation, Wave, Knowledge]) -> None:
     _, wave, known = seen
     attack = remembering(name)
-    begun, _ = attack.advance(wave, known, Budget(4), streams(3), [attack.initial() for _ in wave.clients])
+    begun, _ = attack.advance(wave, known, Budget(4), streams(3), [{} for _ in wave.clients])
     for a, b in zip(begun, attack.reconstruct(wave, known, Budget(4), streams(3)), strict=True):
         assert a.x is not None and b.x is not None
         assert torch.equal(a.x, b.x)

@@ -35,12 +35,12 @@ def test_a_network_is_trained_once_for_all_waves_of_a_round_and_packing_changes_
 def test_the_next_round_s_network_begins_with_the_last_one_s_weights() -> None:
     known, wave, _ = digits()
     attack = learning_to_invert(hidden=64, batch=32, rate=1e-3)
-    cold, kept = attack.advance(wave, known, Budget(120), STREAMS, [attack.initial()] * 4)
+    cold, kept = attack.advance(wave, known, Budget(120), STREAMS, [{}] * 4)
     moved = replace(
         wave, params={k: t + 1e-3 * torch.randn(t.shape, generator=generator(k)) for k, t in wave.params.items()}
     )
     warm, _ = attack.advance(moved, known, Budget(120), STREAMS, kept)
-    anew, _ = attack.advance(moved, known, Budget(30), STREAMS, [attack.initial()] * 4)
+    anew, _ = attack.advance(moved, known, Budget(30), STREAMS, [{}] * 4)
     assert warm[0].iterations == anew[0].iterations == 30
     assert warm[0].objective <= cold[0].objective * 1.02
     assert warm[0].objective < anew[0].objective * 0.95
@@ -57,7 +57,7 @@ def test_a_network_for_another_batch_size_is_not_the_start() -> None:
     """By label, a network has the same shape for every batch size."""
     attack = learning_to_invert(hidden=8, batch=16, by_label=True)
     known, wave, _ = digits(batch_size=1)
-    _, kept = attack.advance(wave, known, Budget(8), STREAMS, [attack.initial()] * 4)
+    _, kept = attack.advance(wave, known, Budget(8), STREAMS, [{}] * 4)
     other, theirs, _ = digits(batch_size=2)
     found, _ = attack.advance(theirs, other, Budget(8), STREAMS, kept)
     assert [r.iterations for r in found] == [8] * 4, "the whole budget, from scratch"

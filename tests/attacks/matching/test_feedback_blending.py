@@ -58,7 +58,7 @@ def streams(place: int) -> list[Stream]:
 
 
 def run(blending: feedback_blending, waves: list[Wave], known: Knowledge) -> list[list[Reconstruction]]:
-    memories, found = [blending.initial() for _ in waves[0].clients], []
+    memories, found = [{} for _ in waves[0].clients], []
     for place, wave in enumerate(waves):
         results, memories = blending.advance(wave, known, Budget(3), streams(place), memories)
         found.append(results)
@@ -135,7 +135,7 @@ def test_a_clients_state_does_not_depend_on_the_others_of_its_wave() -> None:
     attack, blend = recorded(), torch.rand(1, *SHAPE)
     blending = feedback_blending(attack, fit=2.0)
     kept = {"images": torch.tensor(2), "blend": blend}
-    _, (first, second) = blending.advance(waves[0], known, Budget(3), streams(0), [kept, blending.initial()])
+    _, (first, second) = blending.advance(waves[0], known, Budget(3), streams(0), [kept, {}])
     (start,) = attack.starts
     assert start is not None and torch.equal(start[0], blend)
     torch.testing.assert_close(start[1], known.pixels(torch.randn(1, *SHAPE, generator=streams(0)[1]("start", 0))))

@@ -46,7 +46,7 @@ def rounds(known: Knowledge, records: Sequence[Batch]) -> list[Wave]:
 def follow(
     attack: several_rounds, known: Knowledge, waves: Sequence[Wave], iterations: int = 200
 ) -> tuple[list[Reconstruction], list[ClientState]]:
-    memories, found = [attack.initial()], []
+    memories, found = [{}], []
     for wave in waves:
         (one,), memories = attack.advance(wave, known, Budget(iterations), [partial(generator, wave.round)], memories)
         found.append(one)
