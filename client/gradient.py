@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedgauge.client.models.losses import loss_of
+from fedgauge.client.transforms import transformed
 from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
 
 
@@ -102,7 +103,7 @@ def gradient(
                     value = value if layer.penalty is None else value + layer.penalty
                 return value
 
-            under_func = not plain and torch._C._functorch.peek_interpreter_stack() is not None
+            under_func = not plain and transformed()
             update = dict(grad(objective)(params)) if under_func else _plain(objective, params, like_func=not plain)
         if track and tracking:
             with torch.no_grad():

@@ -117,8 +117,8 @@ def is_identity(link: Transform) -> bool:
 
 
 def transformed() -> bool:
-    """Check for a call inside a transform of torch.func, such as vmap."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Check for a call inside a transform of torch.func, such as vmap: tensors there may have no values."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # torch has no public name for it
 
 
 @lru_cache  # of bounded size, as the words may hold what a server sent

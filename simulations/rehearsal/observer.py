@@ -21,6 +21,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import handle_torch_function, has_torch_function
 
+from fedgauge.client.transforms import transformed
+
 MOST_IDLE = 300_000  # events of Python's profile, about .1 s
 MOST_PASSES = 4  # before their losses
 MOST_BYTES = 1 << 28  # of the inputs kept for one client and round
@@ -307,11 +309,6 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return found | {k: v for a in args if isinstance(a, Mapping) for k, v in a.items()}
 
 
-def _transforms() -> bool:
-    """Check if a transform of torch.func is active: its tensors may have no values."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # torch has no public name for it
-
-
 def _random() -> list[Tensor]:
     """Return the states of torch's generators."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
@@ -387,8 +384,8 @@ class Observer:
             if torch.compiler.is_compiling():  # the graph has the app's calls only
                 return call(module, *args, **kwargs)
             now = self._now
-            if now is None or now.back or torch._C._is_tracing() or _transforms():  # a trace would hold what is noted
-                if now is not None and now.back and not _transforms():
+            if now is None or now.back or torch._C._is_tracing() or transformed():  # a trace would hold what is noted
+                if now is not None and now.back and not transformed():
                     now.notes["checkpoint"] = "turn gradient checkpointing off: it changes no update"
                 elif now is not None and now.network is None and not torch._C._is_tracing():
                     now.notes["func"] = "torch.func computes gradients, and is not observed"
@@ -424,7 +421,7 @@ class Observer:
             if has_torch_function(given := (*args, *kwargs.values())):
                 return handle_torch_function(watched, given, *args, **kwargs)  # a tensor of the app knows us only
             value = function(*args, **kwargs)
-            if self._now is not None and torch.is_grad_enabled() and not _transforms():
+            if self._now is not None and torch.is_grad_enabled() and not transformed():
                 with _reading(self._now):
                     self._now.computes(name, signature.bind(*args, **kwargs), value)
             return value
