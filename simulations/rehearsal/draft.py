@@ -251,7 +251,10 @@ def _examples(rounds: Sequence[Facts]) -> tuple[int, int, bool]:
 
     An epoch begins with a batch, so that equal examples in a batch are no epochs.
     """
-    orders = [[b"".join(parts) for parts in zip(*_rows(facts), strict=True)] for facts in rounds]
+    orders = []
+    for facts in rounds:
+        rows = ([row.tobytes() for row in array] for array in arrays_of(facts).values())
+        orders.append([b"".join(parts) for parts in zip(*rows, strict=True)])
     total, ends = len(orders[0]), {*np.cumsum(rounds[0]["sizes"]).tolist()}
     for epochs in range(len(ends), 0, -1):
         n = total // epochs
@@ -264,10 +267,10 @@ def _examples(rounds: Sequence[Facts]) -> tuple[int, int, bool]:
     return n, epochs, any(part != parts[0] and Counter(part) == whole for part in parts)
 
 
-def _rows(facts: Facts) -> Iterable[list[bytes]]:
-    """Yield the inputs and, if every example has one, the labels, each as bytes."""
-    arrays = read_npz(Path(facts["data"]))
-    return ([row.tobytes() for row in array] for array in arrays.values() if len(array) == len(arrays["x"]))
+def arrays_of(facts: Facts) -> dict[str, np.ndarray]:
+    """Return the inputs x and, if every example has one, the labels y."""
+    arrays = read_npz(Path(facts["data"])) if "data" in facts else {}
+    return {k: array for k, array in arrays.items() if k == "x" or len(array) == len(arrays["x"])}
 
 
 def _data(

@@ -23,7 +23,6 @@ from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client import components
 from fedgauge.client.components import SpecError, users_errors
 from fedgauge.client.data.corpora import targets
-from fedgauge.client.data_folder import read_npz
 from fedgauge.client.rng import generator
 from fedgauge.client.update import Batch, Update
 from fedgauge.server.store import run_files
@@ -37,6 +36,7 @@ from fedgauge.simulations.rehearsal.draft import (
     Draft,
     Facts,
     Observed,
+    arrays_of,
     check_attackable,
     check_reported,
     keep_layers,
@@ -146,7 +146,7 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     draft, nodes = Draft(), [node for node, rounds in observed.clients.items() if "data" in rounds[0]]
     refused = Rehearsal(run, draft, run.folder, (), "")
     first = observed.clients[nodes[0]][0] if nodes else next(rounds[0] for rounds in observed.clients.values())
-    arrays = [_arrays(facts) for rounds in ([first], *observed.clients.values()) for facts in rounds]
+    arrays = [arrays_of(facts) for rounds in ([first], *observed.clients.values()) for facts in rounds]
     inputs = [each["x"] for each in arrays if "x" in each]
     form = form_of(inputs, first["normalised"], observed.language, first["output"]) if inputs else None
     target = check_attackable(draft, observed, first, arrays, form)
@@ -384,15 +384,9 @@ def _dot(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return sum(float((t.double() * other[k].double()).sum()) for k, t in one.items())
 
 
-def _arrays(facts: Facts) -> dict[str, np.ndarray]:
-    """Return the inputs x and, if every example has one, the labels y."""
-    arrays = read_npz(Path(facts["data"])) if "data" in facts else {}
-    return {k: array for k, array in arrays.items() if k == "x" or len(array) == len(arrays["x"])}
-
-
 def _examples(facts: Facts, form: Form, target: Target | None) -> tuple[np.ndarray, np.ndarray]:
     """Return a client's examples of a round with their labels, as the scenario has them."""
-    arrays = _arrays(facts)
+    arrays = arrays_of(facts)
     x = form.examples(arrays["x"])
     if target is not None:
         return x, target.labels(arrays["y"])
