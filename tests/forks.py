@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.run.launch import OwnProcess, TrainingProcess
+from fedgauge.simulations.run.launch import OwnProcess
 
 FORK = multiprocessing.get_context("fork")
 # of a process that has imported what the tests' processes need, and has done nothing else
@@ -60,15 +60,10 @@ class ForkedProcess(OwnProcess):
         shutil.rmtree(self.scratch)
 
 
-class ForkedTraining(TrainingProcess, ForkedProcess):
-    """A federation in training as a clean fork."""
-
-
 def processes_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs of this process start their federation and their attack service as clean forks."""
     ready_to_fork()
     monkeypatch.setattr("fedgauge.simulations.run.launch.OwnProcess", ForkedProcess)
-    monkeypatch.setattr("fedgauge.simulations.run.simulate.TrainingProcess", ForkedTraining)
 
 
 def _enter(arguments: tuple[str, ...], log: Path, scratch: Path) -> None:

@@ -81,22 +81,12 @@ def attack_service(run: Run) -> OwnProcess:
     )
 
 
-class TrainingProcess(OwnProcess):
-    """A federation in training, in a process of its own with everything that it starts.
-
-    Args:
-        in_memory: Flower's messages without its simulation engine.
-    """
-
-    def __init__(self, run: Run, in_memory: bool = False) -> None:
-        module = "in_memory" if in_memory else "simulation_engine"
-        command = (f"fedgauge.simulations.run.{module}", str(run.folder.absolute()))
-        # Ray answers SIGTERM by writing a stack trace first, which may not end; its own processes end with the training
-        super().__init__(run, "flower.log", *command, at_our_death=signal.SIGKILL)
-
-    def verify(self) -> None:
-        if self.status() != 0:
-            raise TrainingFailed(self.blame("the federation failed"))
+def training_process(run: Run, in_memory: bool) -> OwnProcess:
+    """Start a federation's training; in_memory: Flower's messages without its simulation engine."""
+    module = "in_memory" if in_memory else "simulation_engine"
+    command = (f"fedgauge.simulations.run.{module}", str(run.folder.absolute()))
+    # Ray answers SIGTERM by writing a stack trace first, which may not end; its own processes end with the training
+    return OwnProcess(run, "flower.log", *command, at_our_death=signal.SIGKILL)
 
 
 def with_ends(what: str, log: Path) -> str:

@@ -14,7 +14,7 @@ from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.view import View, view_of
 from fedgauge.simulations.run.exit_status import INTERRUPTED
-from fedgauge.simulations.run.launch import AuditFailed, OwnProcess, TrainingFailed, TrainingProcess, attack_service
+from fedgauge.simulations.run.launch import AuditFailed, OwnProcess, TrainingFailed, attack_service, training_process
 
 POLL = 0.3  # seconds between two readings of the run
 
@@ -84,12 +84,13 @@ def _train(run: Run, ledger: Ledger, view: View, interrupt: Interrupt, in_memory
     ledger.set_meta(state="training")
     state = "failed"
     try:
-        with closing(TrainingProcess(run, in_memory)) as training:
+        with closing(training_process(run, in_memory)) as training:
             while training.status() is None and not interrupt.asked:
                 view.update()
                 time.sleep(POLL)
             if not interrupt.asked:
-                training.verify()
+                if training.status() != 0:
+                    raise TrainingFailed(training.blame("the federation failed"))
                 state = "trained"
     except TrainingFailed:
         if not interrupt.asked:  # a training that the user ended has not failed

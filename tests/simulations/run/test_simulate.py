@@ -139,17 +139,17 @@ class Ended:
     def status(self) -> int:
         return 1
 
-    def verify(self) -> None:
+    def blame(self, what: str) -> str:
         if self.interrupting:
             os.kill(os.getpid(), signal.SIGINT)
-        raise TrainingFailed("the federation failed")
+        return what
 
 
 def test_what_a_failed_training_had_sent_is_attacked_before_its_failure_is_reported(
     begun: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, scenario = begun(QUICK)
-    monkeypatch.setattr(module, "TrainingProcess", Ended)
+    monkeypatch.setattr(module, "training_process", Ended)
     with Interrupt().caught() as interrupt, pytest.raises(TrainingFailed):
         simulate(run, scenario, quietly(), interrupt)
     assert not interrupt.asked
@@ -161,7 +161,7 @@ def test_what_a_failed_training_had_sent_is_attacked_before_its_failure_is_repor
 
 def test_a_ctrl_c_while_the_training_ends_is_no_failure(begun: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     run, scenario = begun(QUICK)
-    monkeypatch.setattr(module, "TrainingProcess", Ended)
+    monkeypatch.setattr(module, "training_process", Ended)
     monkeypatch.setattr(Ended, "interrupting", True)
     with Interrupt().caught() as interrupt:
         simulate(run, scenario, quietly(), interrupt)
