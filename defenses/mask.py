@@ -1,4 +1,4 @@
-"""Masking: upload a random part of the entries (pruning + noise in Balunovic et al., 2022, section 4)."""
+"""Masking: upload a random part of the entries (Balunovic et al., 2022, section 4; FLRSP, Sawada et al., 2026, 2605.01204)."""
 
 from dataclasses import dataclass, replace
 

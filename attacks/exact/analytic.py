@@ -1,7 +1,8 @@
 """The analytic attack: reads the input of a fully connected network with biases off its gradient (Geiping et al., Prop. 3.1).
 
 For one example dL/dA_i = (dL/db_i) x: any row with a nonzero bias gradient gives the input. If the first layers lack a bias,
-the chain rule gives their error signals, from the first biased layer downwards.
+the chain rule gives their error signals, from the first biased layer downwards. Masks and pruning hide entries of this matrix
+of rank one: those left give each value that they connect with a bias.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from torch import Tensor
 from fedgauge.attacks.base import Knowledge, Reconstruction, Wave
 from fedgauge.attacks.engine.computation import InputLayer, LayerCall, activation_between, dense_input_layer
 from fedgauge.attacks.exact.closed_form import ClosedForm, Reader, check_one_example, labels_of
+
+PASSES = 20  # over the entries that a mask leaves
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,15 @@ def _inverted(
 ) -> Reconstruction:
     """Read the example, from the last of these layers to the first one, which reads it; activations: between them."""
     gradient = {k: -t.double() for k, t in alone.alone(0).items()}  # its scale cancels in every step below
+    density = known.chain.update_distribution
+    passes = PASSES if density is not None and not (density.noisy or density.signed) else 0
     y = labels_of(alone, known)  # the images do not depend on them
     above = layers[-1]
     signal = gradient[above.bias]  # dL/d(pre-activation)
-    value = _rank_one_input(gradient[above.weight], signal)
+    value = _rank_one_input(gradient[above.weight], signal, passes)
     for below, activation in zip(layers[-2::-1], activations[::-1], strict=True):
         signal = (alone.params[above.weight].double().T @ signal) * slope_of(activation, value)
-        value, above = _rank_one_input(gradient[below.weight], signal), below
+        value, above = _rank_one_input(gradient[below.weight], signal, passes), below
     if not bool(signal.any()):
         reason = "the first biased layer's gradient is zero"
         return Reconstruction(None, y, float("nan"), 1, 0.0, "not_applicable", reason)
@@ -54,9 +59,13 @@ def _inverted(
     return Reconstruction(x, y, 0.0, 1, 0.0, "converged")
 
 
-def _rank_one_input(weight: Tensor, signal: Tensor) -> Tensor:
-    """x from signal x^T, by least squares over all rows: rounding averages out."""
-    return (signal @ weight) / signal.square().sum()
+def _rank_one_input(weight: Tensor, signal: Tensor, passes: int) -> Tensor:
+    """x from signal x^T, by least squares over all rows: rounding averages out. Behind a mask zeros are unknown."""
+    x, seen = (signal @ weight) / signal.square().sum(), (weight != 0).double()
+    for _ in range(0 if bool(seen[signal != 0].all()) else passes):
+        x = (signal @ weight) / (signal.square() @ seen).clamp_min(1e-300)  # a known signal gives values
+        signal = (weight @ x) / (seen @ x.square()).clamp_min(1e-300)  # and these other rows' signals
+    return x
 
 
 def slope_of(activation: str, value: Tensor) -> Tensor:

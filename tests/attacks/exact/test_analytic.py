@@ -18,6 +18,8 @@ from fedgauge.client.models.vision import Activation, detached_params, mlp
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip
+from fedgauge.defenses.mask import mask
+from fedgauge.defenses.prune import prune
 
 SHAPE, CLASSES = (1, 6, 6), 5
 MEAN, STD = (0.13,), (0.31,)
@@ -111,6 +113,20 @@ def test_a_stack_without_biases_is_inverted_from_its_first_biased_layer_down(
     assert found.status == "converged", found.reason
     assert found.x is not None
     assert float(psnr(example(seed).x, found.x)) > 100
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_a_mask_or_pruning_leaves_connected_is_read(seed: int) -> None:
+    """A matrix of rank one is known from a few entries of each column; a pixel of which none is left is the mean."""
+    torch.manual_seed(seed)
+    model, batch = mlp(SHAPE, CLASSES, hidden=[200], activation="tanh"), example(seed)
+    for link in (mask(0.2), mask(0.2, seed=seed)):
+        exact(attack(model, batch, chain(local_sgd(0.1), link)), batch)
+    for link in (mask(0.03, seed=seed), prune(0.2)):  # pruning hides pixels near the mean
+        found = attack(model, batch, chain(local_sgd(0.1), link)).x
+        assert found is not None
+        unread = (found - MEAN[0]).abs() < 1e-6
+        assert 0 < int(unread.sum()) < 30 and torch.allclose(found[~unread], batch.x[~unread], atol=1e-5)
 
 
 @pytest.mark.parametrize(
