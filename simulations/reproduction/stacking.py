@@ -39,7 +39,7 @@ def scores_of(fed: Federation, strangers: Batch) -> Tensor:
     for now in range(1, ROUNDS[-1] + 1):
         seen = [FederationSource(fed).seen(client, now, (params, buffers)) for client in range(CLIENTS)]
         if now in ROUNDS:
-            total += torch.stack([membership(name).scores(Wave.stack(seen), known, images) for name in METHODS])
+            total += torch.stack([membership(name).scores(Wave.stack(seen), known, images) for name in METHODS])  # type: ignore[arg-type]
         params = {k: p + torch.stack([one.update[k] for one in seen]).mean(0) for k, p in params.items()}
     own, others = total.split([CLIENTS * MEMBERS, OTHERS], 2)
     own = own.unflatten(2, (CLIENTS, MEMBERS)).diagonal(0, 1, 2).permute(2, 1, 0)
@@ -64,7 +64,7 @@ def figures(cell: str, scores: Tensor) -> list[ComparedFigure]:
     pairs = [side.flatten(0, 1).T.contiguous() for side in scores.split([MEMBERS, scores.shape[1] - MEMBERS], 1)]
     wins = torch.stack([above(a, b) for a, b in zip(*pairs, strict=True)])
     hits = torch.stack([a > b.sort(descending=True).values[len(b) // 100] for a, b in zip(*pairs, strict=True)])
-    rows, clients = [], torch.arange(len(scores)).repeat_interleave(MEMBERS).numpy()
+    rows, clients = list[ComparedFigure](), torch.arange(len(scores)).repeat_interleave(MEMBERS).numpy()
     for metric, each in (("AUC", wins), ("TPR at 1 % FPR", hits.double())):
         each = torch.cat([each, each[-1:] - each[each[:-1].mean(1).argmax()]])
         for name, values in zip((*METHODS, "stacking", GAIN), each.numpy(), strict=True):
