@@ -92,7 +92,7 @@ def test_a_wheel_installs_one_top_level_package(wheel: Path) -> None:
 
 def test_the_extras_are_those_that_the_docs_promise() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"].keys() >= {"text", "gpu", "docs", "dev"}
+    assert project["optional-dependencies"].keys() >= {"text", "docs", "dev"}
     page = (ROOT / "docs/guides/install.md").read_text()
     assert all(f"`[{extra}]`" in page for extra in project["optional-dependencies"])
 

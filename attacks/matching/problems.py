@@ -288,20 +288,13 @@ class Problems:
     def value_and_slopes(
         self, variables: Variables, rows: Tensor, likelihood_weight: float | Tensor = 1.0
     ) -> tuple[Tensor, Variables]:
-        """Objectives (N,), and the gradient of their sum by the variables."""
-        return self.differentiated(variables, *self.chosen(rows), likelihood_weight)
-
-    def differentiated(
-        self, variables: Variables, seen: ObservedUpdates, labels: Tensor | None, likelihood_weight: Tensor | float
-    ) -> tuple[Tensor, Variables]:
-        """`value_and_slopes` of problems given by their observed updates and labels: tensors in, tensors out.
+        """Objectives (N,), and the gradient of their sum by the variables.
 
         By the model's way; where a layer refuses it for these problems, by the next slower one.
         """
         while True:
             try:
-                with self.way():
-                    return self._differentiated(variables, seen, labels, likelihood_weight)
+                return self.differentiated(variables, *self.chosen(rows), likelihood_weight)
             except Exception as error:  # a user's model may raise anything
                 raise_if_exhausted(error)
                 if self.way.route == "loop":
@@ -311,16 +304,17 @@ class Problems:
                 slower: Route = "loop" if self.step is None else "vmap"
                 self.way, self.step = replace(self.way, route=slower), None
 
-    def _differentiated(
+    def differentiated(
         self, variables: Variables, seen: ObservedUpdates, labels: Tensor | None, likelihood_weight: Tensor | float
     ) -> tuple[Tensor, Variables]:
+        """`value_and_slopes` of problems given by their observed updates and labels: tensors in, tensors out."""
         leaves = {name: t.detach().requires_grad_() for name, t in variables.items()}
-        with torch.enable_grad():
+        with torch.enable_grad(), self.way():
             value = self._objectives(leaves, seen, labels, likelihood_weight)
             total = value.sum()
-        if not total.requires_grad:  # the chain's output does not depend on the images
-            return value.detach(), {name: torch.zeros_like(t) for name, t in variables.items()}
-        slopes = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+            if not total.requires_grad:  # the chain's output does not depend on the images
+                return value.detach(), {name: torch.zeros_like(t) for name, t in variables.items()}
+            slopes = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
         return value.detach(), dict(zip(leaves, slopes, strict=True))
 
     def chosen(self, rows: Tensor) -> tuple[ObservedUpdates, Tensor | None]:

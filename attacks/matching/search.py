@@ -70,8 +70,9 @@ class AdamSearch(Checked, Search):
         group: pulls an observation's restarts towards their mean (GradInversion).
         flat: weight of a penalty on the length of the objective's gradient by the images (Fan et al., 2025). The penalty's
             gradient is a difference over the distance `reach`, so each iteration evaluates two gradients.
-        compile: compile the whole step by torch.compile, once for each wave size, where it always takes the same path. Needs
-            a C++ compiler; without one the attack is not applicable. It pays off from some thousand iterations.
+        compile: record the whole step once for each wave size, where it always takes the same path. On the CPU torch.compile
+            makes kernels of it, which needs a C++ compiler (without one the attack is not applicable) and pays off from some
+            thousand iterations; a GPU replays its calls together (a CUDA graph), to the same bits.
     """
 
     rate: Positive = 0.1
@@ -107,7 +108,7 @@ class AdamSearch(Checked, Search):
         return objectives, spent, interrupted
 
     def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
-        if not (self.compile and problems.way.route != "loop"):
+        if not self.compile:
             return problems.value_and_slopes
         from fedgauge.attacks.matching.compiled_step import CompiledStep
 

@@ -130,4 +130,5 @@ class Dataset:
 
 def by_channel(values: Sequence[float], dimensions: int, like: Tensor) -> Tensor:
     """One number for each channel, to be computed with examples of so many dimensions (C, ...)."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, *[1] * (dimensions - 1))
+    filled = [torch.full((), v, dtype=like.dtype, device=like.device) for v in values]  # copies nothing from the host
+    return torch.stack(filled).view(-1, *[1] * (dimensions - 1))

@@ -72,12 +72,12 @@ CELLS: tuple[SpeedCase, ...] = (
 
 
 class CompiledOnce(AdamSearch):
-    """Keeps the step compiled for its first wave for later runs on the same wave, so that no iteration includes compiling."""
+    """Keeps the step recorded for its first wave for later runs on the same wave, so that no iteration includes recording."""
 
     def _step(self, problems: Problems, limiter: BatchLimiter) -> Step:
-        if "_kept" not in vars(self):
-            object.__setattr__(self, "_kept", super()._step(problems, limiter))
-        kept: Step = vars(self)["_kept"]
+        if "first" not in vars(self):
+            vars(self).update(first=problems, kept=super()._step(problems, limiter))
+        kept: Step = vars(self)["kept"]
         return kept
 
 

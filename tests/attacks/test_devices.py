@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fedgauge.attacks.base import Observation, Wave
 from fedgauge.attacks.engine.devices import CPU
@@ -22,7 +24,7 @@ from fedgauge.simulations.benchmarks.engine import CIFAR_SHAPE, problem
 from tests import separate_device as separate
 from tests.attacks.test_attack_contract import ATTACKS, FEW, LITTLE
 from tests.attacks.text.test_text_contract import SMALL, TASKS
-from tests.separate_device import DEVICE, separate_device
+from tests.separate_device import DEVICE, SeparateTensor, separate_device
 
 Make = Callable[..., Any]
 TEXT = [entry.name for entry in ATTACK.entries() if entry.group == TEXT_ATTACKS]
@@ -170,3 +172,32 @@ def test_more_problems_cost_a_device_no_more_calls(monkeypatch: pytest.MonkeyPat
             return len(calls)
 
     assert count(64) == count(16) > 0
+
+
+@pytest.mark.parametrize("kind", ["noise", pytest.param("batch norm", marks=pytest.mark.full)])
+def test_a_step_neither_copies_from_the_host_nor_waits_for_it(
+    kind: str, make_federation: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise no CUDA graph can replay it."""
+    crossing: list[Any] = []
+    steps: list[int] = []
+    run, differentiated = separate._run, Problems.differentiated
+
+    def stepped(*arguments: Any) -> Any:
+        crossing.clear()
+        found = differentiated(*arguments)
+        steps.append(len(crossing))
+        return found
+
+    def watched(func: Any, args: Any, kwargs: Any) -> Any:
+        result = run(func, args, kwargs)
+        there = [isinstance(t, SeparateTensor) for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+        copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default) and any(there) != all(there)
+        if copies or (func is torch.ops.aten._local_scalar_dense.default and any(there)):
+            crossing.append(func)
+        return result
+
+    monkeypatch.setattr(separate, "_run", watched)
+    monkeypatch.setattr(Problems, "differentiated", stepped)
+    audited(make_federation, FEDERATIONS[kind], planned("inverting_gradients"), there=True)
+    assert len(steps) > 2 and steps[-1] == 0, "the first step may fill caches"

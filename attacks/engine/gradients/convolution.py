@@ -58,7 +58,7 @@ class Windows:
         """The adjoint of `of`: each window's entries added back to their pixels, (N, C, H, W)."""
         n, c, high, wide = self.shape
         (rows, columns), (top, left), device = self.out, self.padding, windows.device
-        if get_proxy_mode():  # recorded to be compiled: Inductor fuses additions, but not sums of bags
+        if get_proxy_mode() and device.type == "cpu":  # to be compiled: Inductor fuses additions, but not sums of bags
             tall, broad = self.padded
             lines = _added(windows.reshape(n * rows, columns, self.kernel[0], -1), self.stride[1] * c, broad * c)
             canvas = _added(lines.view(n, rows, 1, -1), self.stride[0] * broad * c, tall * broad * c)

@@ -69,6 +69,35 @@ def test_the_compiled_step_is_the_plain_one_for_any_problems(
     assert compilations == [1], "once for all of them"
 
 
+@pytest.mark.parametrize("case", ["by vmap", pytest.param("factors of a large layer", marks=pytest.mark.full)])
+def test_the_recorded_step_has_the_plain_ones_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda recorded, dynamic: recorded)  # a CUDA graph replays the same calls
+    monkeypatch.setattr(compiled_step, "missing", lambda device: "")
+    distance, links = CASES[case]
+    wave, known = scene(2, links)
+    problems = Problems(Objective(distance, (total_variation(0.01),)), wave, known, known.labels, 1, torch.float32)
+    step, rows = CompiledStep(problems, BatchLimiter(2)), torch.arange(2)
+    for seed in range(3):
+        x = {"x": torch.randn(2, 2, *SHAPE, generator=torch.Generator().manual_seed(seed))}
+        value, slopes = step.value_and_slopes(x, rows)
+        expected, theirs = problems.value_and_slopes(x, rows)
+        assert torch.equal(value, expected) and torch.equal(slopes["x"], theirs["x"])
+    assert problems.way.note == ""
+
+
+def test_a_step_that_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(step: object) -> object:
+        raise RuntimeError("a value is read")
+
+    monkeypatch.setattr(compiled_step, "make_fx", refused)
+    monkeypatch.setattr(compiled_step, "missing", lambda device: "")
+    wave, known = scene(1)
+    (plain,) = inverting_gradients().reconstruct(wave, known, Budget(3), streams(1))
+    (found,) = inverting_gradients(compile=True).reconstruct(wave, known, Budget(3), streams(1))
+    assert plain.x is not None and found.x is not None and torch.equal(found.x, plain.x)
+    assert (plain.reason, "a value is read" in found.reason) == ("", True)
+
+
 def test_without_a_compiler_the_attack_is_not_applicable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_step, "missing", lambda device: "a C++ compiler")
     wave, known = scene(1)
