@@ -68,8 +68,8 @@ def figures(cell: str, scores: Tensor) -> list[ComparedFigure]:
     for metric, each in (("AUC", wins), ("TPR at 1 % FPR", hits.double())):
         each = torch.cat([each, each[-1:] - each[each[:-1].mean(1).argmax()]])
         for name, values in zip((*METHODS, "stacking", GAIN), each.numpy(), strict=True):
-            ends = clustered_interval(values, clients, whole=None if name == GAIN else 1.0) or (None, None)
-            rows.append(ComparedFigure(cell, name, metric, None, float(values.mean()), *ends, len(values)))
+            low, high = clustered_interval(values, clients, whole=None if name == GAIN else 1.0) or (None, None)
+            rows.append(ComparedFigure(cell, name, metric, None, float(values.mean()), low, high, len(values)))
     return rows
 
 

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 from torch.nn import grad as nn_grad
 
@@ -57,17 +56,10 @@ class Windows:
     def summed(self, windows: Tensor) -> Tensor:
         """The adjoint of `of`: each window's entries added back to their pixels, (N, C, H, W)."""
         n, c, high, wide = self.shape
-        (rows, columns), (top, left), device = self.out, self.padding, windows.device
-        if get_proxy_mode() and device.type == "cpu":  # to be compiled: Inductor fuses additions, but not sums of bags
-            tall, broad = self.padded
-            lines = _added(windows.reshape(n * rows, columns, self.kernel[0], -1), self.stride[1] * c, broad * c)
-            canvas = _added(lines.view(n, rows, 1, -1), self.stride[0] * broad * c, tall * broad * c)
-            return canvas.view(n, tall, broad, c)[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
-        along = _overlaps(n * rows, columns, self.kernel[0], self.kernel[1], self.stride[1], left, wide, device)
-        lines = F.embedding_bag(along[0], windows.reshape(-1, c), along[1], mode="sum")
-        down = _overlaps(n, rows, 1, self.kernel[0], self.stride[0], top, high, device)
-        pixels = F.embedding_bag(down[0], lines.view(-1, wide * c), down[1], mode="sum")
-        return pixels.view(n, high, wide, c).permute(0, 3, 1, 2)
+        (rows, columns), (top, left), (tall, broad) = self.out, self.padding, self.padded
+        lines = _added(windows.reshape(n * rows, columns, self.kernel[0], -1), self.stride[1] * c, broad * c)
+        canvas = _added(lines.view(n, rows, 1, -1), self.stride[0] * broad * c, tall * broad * c)
+        return canvas.view(n, tall, broad, c)[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
 
 
 def _added(runs: Tensor, step: int, length: int) -> Tensor:
@@ -78,27 +70,6 @@ def _added(runs: Tensor, step: int, length: int) -> Tensor:
         some = runs[:, first::apart]
         total.as_strided(some.shape, (m * length, apart * step, length, 1), first * step).add_(some)
     return total
-
-
-@lru_cache(maxsize=64)
-def _overlaps(
-    lines: int, places: int, between: int, size: int, step: int, margin: int, length: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Sums (lines, between, length) of runs (lines, places, between, size), each laid `step` after the one before.
-
-    Returns:
-        The entries of all sums, and where each sum begins.
-    """
-    place, entry = torch.arange(places)[:, None], torch.arange(size)
-    at, apart = place * step + entry - margin, -(-size // step)  # runs this far apart do not overlap
-    order = (at * apart + place % apart).flatten().argsort()
-    order = order[((at >= 0) & (at < length)).flatten()[order]]
-    counts = at.flatten()[order].bincount(minlength=length)
-    first = (torch.arange(lines)[:, None] * places * between + torch.arange(between)).flatten() * size
-    entries = first[:, None] + (place * between * size + entry).flatten()[order]
-    begins = torch.arange(len(first))[:, None] * len(order) + counts.cumsum(0) - counts
-    kind = torch.int32 if lines * places * between * size < 2**31 else torch.int64
-    return entries.flatten().to(device, kind), begins.flatten().to(device, kind)
 
 
 class Unfold(Function):
