@@ -34,6 +34,7 @@ class Target:
         classes: of [data].
         reads_input: the labels are the inputs themselves.
         left_out: settings of the loss that a scenario cannot express.
+        one_hot: observed labels have a 1 at the class, and are 0 elsewhere.
     """
 
     name: str
@@ -41,11 +42,14 @@ class Target:
     classes: int
     reads_input: bool = False
     left_out: Sequence[str] = ()
+    one_hot: bool = False
 
     def labels(self, y: np.ndarray) -> np.ndarray:
         """Return observed labels as the scenario's data has them: classes (N,), findings or numbers (N, K) or (N,), masks."""
         if self.reads_input:
             return np.zeros(len(y), np.int64)
+        if self.one_hot:
+            return y.argmax(1)
         if np.issubdtype(y.dtype, np.integer):
             return y
         if y.ndim > 2 and self.name in TWO_CLASSES:
@@ -58,6 +62,12 @@ class Target:
 def _two_classes(name: str, y: np.ndarray) -> bool:
     """Check if labels are one 0 or 1 for each example."""
     return name in TWO_CLASSES and y.size == len(y) and bool(((y == 0) | (y == 1)).all())
+
+
+def _is_one_hot(y: np.ndarray) -> bool:
+    """Check if labels have a single 1 among the classes, and are 0 elsewhere."""
+    floats = y.ndim > 1 and np.issubdtype(y.dtype, np.floating)  # whole numbers are classes
+    return floats and bool(((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all())
 
 
 def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Problem:
@@ -80,6 +90,8 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
         remedy = "each pass through the network needs one loss of torch that compares its outputs with labels"
         return Problem("labels", "", "no labels were seen for some examples", remedy)
     name, outputs = known[0], math.prod(first["output"][1:])
+    one_hot = name == "cross_entropy" and losses[name].get("weight") is None and _is_one_hot(y)
+    y = y.argmax(1) if one_hot else y
     classes = np.issubdtype(y.dtype, np.integer) and y.ndim == 1
     remedy = "one class, or one number for each output, is needed for an example"
     masks = y.ndim == 3 and [len(y), *first["output"][2:]] == list(y.shape) and name in OF_CLASSES  # of images
@@ -95,10 +107,10 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
     if masks and len(first["output"]) > 2 and not first["reconstructs"]:
         outputs = first["output"][1]
     count = 2 if outputs == 1 and _two_classes(name, y) else outputs
-    return _target(name, losses[name], count, first["reconstructs"])
+    return _target(name, losses[name], count, first["reconstructs"], one_hot)
 
 
-def _target(name: str, options: Mapping[str, Any], classes: int, reconstructs: bool) -> Target | Problem:
+def _target(name: str, options: Mapping[str, Any], classes: int, reconstructs: bool, one_hot: bool) -> Target | Problem:
     parameters = inspect.signature(getattr(functional, name)).parameters
     given = {k: v for k, v in options.items() if v != parameters[k].default}
     given.pop("reduction", None)  # it scales the loss, which is measured
@@ -119,4 +131,4 @@ def _target(name: str, options: Mapping[str, Any], classes: int, reconstructs: b
     if isinstance(weight := kept.get("pos_weight"), float):
         kept["pos_weight"] = [weight]
     table = {"use": own, **kept} if kept or name not in OF_CLASSES else {}
-    return Target(name, table, classes, left_out=tuple(given.keys() - kept.keys()))
+    return Target(name, table, classes, left_out=tuple(given.keys() - kept.keys()), one_hot=one_hot)

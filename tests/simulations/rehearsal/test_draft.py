@@ -11,6 +11,7 @@ import torch
 from fedgauge.attacks.base import Observation
 from fedgauge.simulations.rehearsal import rehearse
 from fedgauge.simulations.rehearsal.draft import Draft, _examples, _networks, check_reported, layers_of
+from fedgauge.simulations.rehearsal.losses import Target, target_of
 
 
 @pytest.mark.parametrize(("examples", "noted"), [(200, []), (4000, ["examples"])])
@@ -37,6 +38,23 @@ def test_frozen_layers_are_named_as_a_whole() -> None:
         "head.bias",
         "scale",
     ]
+
+
+def test_one_hot_labels_of_a_cross_entropy_are_classes() -> None:
+    """With weights, the mean over probabilities differs from that over classes."""
+    facts = {"notes": {}, "network": "Net", "output": [2, 3], "reconstructs": False}
+    y = np.eye(3, dtype=np.float32)[[2, 0]]
+    found = [
+        target_of(facts | {"losses": {name: options}}, labels)
+        for name, options, labels in [
+            ("cross_entropy", {}, y),
+            ("cross_entropy", {"weight": [1.0, 2.0, 3.0]}, y),
+            ("cross_entropy", {}, 0.9 * y + 0.1 / 3),
+            ("binary_cross_entropy_with_logits", {}, y),
+        ]
+    ]
+    assert [target.labels(y).ndim for target in found if isinstance(target, Target)] == [1, 2, 2, 2]
+    assert isinstance(found[0], Target) and found[0].labels(y).tolist() == [2, 0]
 
 
 @pytest.mark.parametrize(("changes", "explained"), [((0.0,) * 8, False), ((0.0,) * 5 + (1e-2, 0.0, 0.0), True)])
