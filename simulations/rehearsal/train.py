@@ -58,8 +58,9 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     language = save_language([seen for rounds in grid.trained.values() for seen in rounds], run.folder / "language")
     clients: dict[int, list[dict[str, Any]]] = {}
     for node, rounds in grid.trained.items():
-        # without messages that ask for statistics, and rounds that a client skips
-        steps = [k for k, seen in enumerate(rounds) if seen.network is not None] or range(len(rounds))
+        # without messages that ask for statistics or only measure, and rounds that a client skips
+        called = [k for k, seen in enumerate(rounds) if seen.network is not None] or range(len(rounds))
+        steps = [k for k in called if rounds[k].used] or called
         clients[node] = [
             _facts(rounds[k], f"node-{node}-{k + 1}.npz", language, run.folder / "observed")
             | {"upload": sum(seen.uploads for seen in rounds[:k])}

@@ -513,7 +513,8 @@ class Chosen(Net):
     "counted": {
         "further": """@client.train("count")
 def count(message, context):
-    return Message(RecordDict({"metrics": MetricRecord({"num-examples": 8})}), reply_to=message)
+    mean = Net()(examples(0)[0]).mean().item()
+    return Message(RecordDict({"metrics": MetricRecord({"mean": mean, "num-examples": 8})}), reply_to=message)
 
 
 """,
