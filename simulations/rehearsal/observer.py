@@ -474,7 +474,9 @@ class Observer:
         setattr(place, name, watched)
 
 
-def _clips(now: Training, parameters: object, max_norm: float, *args: object, **kwargs: object) -> None:
+def _clips(now: Training, parameters: object, max_norm: float, norm_type: float = 2.0, *_: Any, **__: Any) -> None:
+    if norm_type != 2 or now.max_norm is not None:
+        now.notes["clipping"] = "gradients are clipped in parts or by another norm; the draft clips the norm of all"
     now.max_norm = float(max_norm)
 
 

@@ -132,6 +132,17 @@ SHAPES: dict[str, dict[str, str]] = {
     optimizer.step()
     optimizer.zero_grad()""",
     },
+    "repeated": {
+        "train": """rows = [0, 1, 2, 1]
+nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()
+optimizer.step()"""
+    },
+    "clipped_by_layer": {
+        "train": """nn.functional.cross_entropy(net(x), y).backward()
+for p in net.parameters():
+    nn.utils.clip_grad_norm_(p, 0.05)
+optimizer.step()"""
+    },
     "closure": {
         "train": """def loss():
     optimizer.zero_grad()
