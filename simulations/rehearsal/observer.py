@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -149,8 +149,9 @@ class Training:
             self._reads(named)
             if self.start is not None and not self.x:
                 self.tokenizers = _tokenizers()
-        elif len(tensors) != 1:
-            self.notes["inputs"] = f"the network takes {len(tensors)} tensors ({', '.join(named)})"
+        elif {*named} - {"labels"} != _alone(module):
+            names = ", ".join(_signature(module).parameters)
+            self.notes["inputs"] = f"the network is not called with one tensor, as net(x), but as forward({names})"
         if not tensors:
             return
         name, outputs = self.passed
@@ -300,11 +301,22 @@ class Training:
         self.max_norm = None
 
 
+def _signature(module: nn.Module) -> inspect.Signature:
+    """Return the arguments that a network takes."""
+    network = unwrapped(module)
+    return inspect.signature(getattr(network, "get_base_model", lambda: network)().forward)  # peft's has no names
+
+
+def _alone(module: nn.Module) -> set[str]:
+    """Return the name of the argument that a network takes in net(x); none if it needs others."""
+    with suppress(TypeError):
+        return {*_signature(module).bind(None).arguments}
+    return set()
+
+
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a network's call by name, and the contents of those that are mappings."""
-    network = unwrapped(module)
-    forward = getattr(network, "get_base_model", lambda: network)().forward  # peft's has no names
-    names = [*inspect.signature(forward).parameters, *map(str, range(len(args)))]
+    names = [*_signature(module).parameters, *map(str, range(len(args)))]
     found: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     return found | {k: v for a in args if isinstance(a, Mapping) for k, v in a.items()}
 

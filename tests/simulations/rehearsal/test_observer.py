@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedgauge.simulations.rehearsal.observer import Observer
+from fedgauge.simulations.rehearsal.observer import Observer, Training
 from tests.forks import CLEAN_FORK
 
 
@@ -104,3 +104,26 @@ def test_an_observed_training_gives_the_same_bits(train: Callable[[], Tensor]) -
 def test_a_training_that_imports_the_compiler_under_observation_gives_the_same_bits() -> None:
     """A clean fork has imported it; a fresh process has not."""
     assert trained(compiled_as_one_graph, True, get_context("spawn")) == trained(compiled_as_one_graph, observed=False)
+
+
+ONE = torch.ones(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("forward", "args", "kwargs", "noted"),
+    [
+        (lambda x, mask=None, *more: x, (ONE,), {}, False),
+        (lambda x, labels=None: x, (), {"labels": ONE, "x": ONE}, False),
+        (lambda *, x: x, (), {"x": ONE}, True),
+        (lambda batch: batch, ({"image": ONE},), {}, True),
+        (lambda images: images, ([ONE],), {}, True),
+        (lambda x, alpha: alpha * x, (ONE, 0.5), {}, True),
+    ],
+)
+def test_a_network_that_does_not_take_one_tensor_alone_is_noted(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Tensor], noted: bool
+) -> None:
+    net, now = nn.Linear(2, 1), Training()
+    net.forward = forward  # type: ignore[method-assign]
+    now.enters(net, args, kwargs)
+    assert ("inputs" in now.notes) is noted
