@@ -295,9 +295,8 @@ def _proof(
                     line._replace(value=line.value * along / length) if line[:2] == ("[[chain]]", "rate") else line
                     for line in draft.lines
                 ]
-            elif shorter and any(problem.code == "mods" for problem in draft.problems):
-                why = "the app's mods only shorten what clients trained"
-                draft.add("[[chain]]", why, use="clip", max_norm=math.sqrt(size))
+            elif shorter:
+                draft.add("[[chain]]", "uploads only shorten the update", use="clip", max_norm=math.sqrt(size))
             else:
                 break
             scenario = draft.scenario()
@@ -333,7 +332,7 @@ def _proof(
         unlike = {each for each, of_client in others if not fits(*of_client[0])}
         if unlike:
             draft.add("[audit]", "the others train otherwise", clients=sorted(trained.keys() - unlike))
-            why = "train otherwise (another rate, optimizer or loss) and are not attacked"
+            why = "train otherwise (another rate, optimizer, loss or scale) and are not attacked"
             names = ", ".join(map(str, sorted(unlike)))
             draft.note("clients", f"{len(unlike)} of {len(trained)} clients ({names}) {why}")
         return f"{where}, computed again from the observed examples: {exactly}", seconds, unlike

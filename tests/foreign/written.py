@@ -679,6 +679,7 @@ for name, p in net.named_parameters():
         "upload": "{name: p.grad for name, p in net.named_parameters()}",
     },
     "deltas": {"load": KEEP_OLD, "upload": CHANGED},
+    "shortened": {"load": KEEP_OLD, "upload": CHANGED.replace("v - old[k]", "(v + old[k]) / 2")},
     "descents": {"load": KEEP_OLD, "upload": CHANGED.replace("v - old[k]", "old[k] - v")},
     "two_records": {"records": ', "extra": ArrayRecord([torch.ones(3).numpy()])', "server": OWN_LOOP},
     "batches": {

@@ -96,7 +96,8 @@ def names(normal: str, full: str) -> list[Any]:
         "epochs",
         "plain accumulated closure library batch_norm descents two_records own_loop own_strategy files weighted segments "
         "older counted compiled configured doubled denoised decayed popped outside amplified settled_norm pictures sized "
-        "in_parts lazy measured adversarial capturable compared threaded sensitive odd_arguments doubled_inside annealed clipped",
+        "in_parts lazy measured adversarial capturable compared threaded sensitive odd_arguments doubled_inside annealed clipped "
+        "shortened",
     ),
 )
 def test_the_draft_gives_the_update(name: str, folder: Path) -> None:
