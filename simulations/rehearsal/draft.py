@@ -182,12 +182,14 @@ def write_draft(
         whole: uploads are weights, so that passes without an optimizer are steps; otherwise their gradients are summed.
     """
     first = observed.clients[attacked[0]][0]
-    sizes = first["sizes"]
+    sizes, x = first["sizes"], arrays_of(first)["x"]
     n, epochs, reordered = _examples(observed.clients[attacked[0]])
     if first["dp"] is not None and len(set(sizes)) > 1:
         each = max(1, sum(sizes) // len(sizes))
         draft.note("batches", f"Opacus draws batches of {min(sizes)} to {max(sizes)} examples; the draft takes {each}")
         sizes, n, epochs = [each] * len(sizes), each * len(sizes), 1
+    elif (different := len(np.unique(x.reshape(len(x), -1), axis=0))) < n:
+        draft.note("examples", f"only {different} of a round's {n} inputs differ; each counts as often as it is used")
     draft.add("", "as recorded", rounds=rounds, clients=len(observed.clients))
     draft.add("[data]", form.origin, **form.data)
     of_public = [observed.clients[node][0] for node in public]
