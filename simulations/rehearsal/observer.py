@@ -225,6 +225,7 @@ class Training:
         if not own & {id(p) for group in groups for p in group["params"]}:
             return
         self.cleared = set() if self.dp else {*self.used}  # Opacus keeps gradients elsewhere
+        self.means = [each for each in self.means if each[0] not in self.cleared]
 
     def ends(self) -> None:
         """Leave out passes that nothing was learnt from, such as those that only measure."""

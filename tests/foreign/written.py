@@ -808,8 +808,9 @@ optimizer.step()""",
     near = images.clone().requires_grad_()
     optimizer.zero_grad()
     nn.functional.cross_entropy(net(near), labels).backward()
+    (slope,) = torch.autograd.grad(nn.functional.cross_entropy(net(near), labels), near)
     optimizer.zero_grad()
-    nn.functional.cross_entropy(net(images + 0.1 * near.grad.sign()), labels).backward()
+    nn.functional.cross_entropy(net(images + 0.1 * (near.grad + slope).sign()), labels).backward()
     optimizer.step()""",
     },
     "capturable": {"optimizer": "optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01))"},
