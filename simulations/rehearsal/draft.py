@@ -213,9 +213,8 @@ def write_draft(
         draft.note("noise", "clients add noise, so the recomputed update differs")
     steps = first["steps"]
     if not steps:
-        draft.note(
-            "steps", "no optimizer of torch made a step; the draft takes plain SGD, with the first update's rate"
-        )
+        why = "no optimizer of torch made a step; the draft takes plain SGD, with the first update's rate"
+        draft.note("steps", why)
         passes = 1 if whole else len(sizes)
         steps = [PLAIN | {"passes": passes}] * (len(sizes) // passes)
     measured = not form.language and first["steps"] and steps[0]["optimizer"] in OPTIMIZERS
@@ -324,11 +323,8 @@ def _scale(draft: Draft, first: Facts, passes: int) -> float | None:
     if mu:
         draft.note("loss", "a term is added to the loss; the draft takes FedProx's, with the server's mu")
         return None
-    draft.note(
-        "loss",
-        "a term is added to the loss, such as a penalty, or batches weigh differently; the draft leaves it out",
-        "name a loss of (logits, labels) as [loss] use",
-    )
+    why = "a term is added to the loss, such as a penalty, or batches weigh differently; the draft leaves it out"
+    draft.note("loss", why, "name a loss of (logits, labels) as [loss] use")
     return 1.0
 
 
@@ -465,9 +461,8 @@ def check_reported(draft: Draft, reported: int | None, facts: Facts) -> None:
     """Note batches that a client reports as its number of examples."""
     in_a_round = next((line.value for line in draft.lines if line[:2] == ("[data]", "batch_size")), None)
     if reported is not None and reported == len(facts["sizes"]) < sum(facts["sizes"]) and reported != in_a_round:
-        draft.note(
-            "examples", f"clients report {reported} examples, which are batches of {sum(facts['sizes'])} examples"
-        )
+        why = f"clients report {reported} examples, which are batches of {sum(facts['sizes'])} examples"
+        draft.note("examples", why)
 
 
 def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, files: Path) -> None:
@@ -480,9 +475,8 @@ def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, fi
     draft.add("[model]", "the first client's values of these layers", weights=str(files / WEIGHTS))
     draft.add("[audit]", "the first training", clients=[client], rounds=[round])
     why = f"clients train {', '.join(layers[:3])} and do not upload them"
-    draft.note(
-        "private", why, f"only client {client}'s update of round {round} starts from known values and is attacked"
-    )
+    remedy = f"only client {client}'s update of round {round} starts from known values and is attacked"
+    draft.note("private", why, remedy)
 
 
 def _in_toml(value: object) -> bool:

@@ -81,7 +81,9 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
     known = [name for name in losses if name in OWN or name in OF_TORCH]
     if not known:
         seen = ", ".join(losses) or "none of torch's losses"
-        remedy = "name a loss of (logits, labels) as [loss] use in an audit.toml, and record the app by tap"
+        remedy = (
+            "name a loss of (logits, labels) as [loss] use, and record the app by tap; split learning has no attack"
+        )
         return Problem("loss", "", f"clients minimise {seen}", remedy)
     if "output" in notes or "values" in notes:
         remedy = "only a network that returns one tensor, used directly by the loss, can be attacked"
@@ -117,9 +119,8 @@ def _target(name: str, options: Mapping[str, Any], classes: int, reconstructs: b
     if reconstructs:
         measure = {"mse_loss": "squared_error", "binary_cross_entropy": "cross_entropy"}.get(name)
         if measure is None:
-            return Problem(
-                "loss", "", f"{name} compares inputs with outputs", "name a loss (output, y, x) as [loss] use"
-            )
+            why, remedy = f"{name} compares inputs with outputs", "name a loss (output, y, x) as [loss] use"
+            return Problem("loss", "", why, remedy)
         settings = {} if measure == "squared_error" else {"measure": measure}
         return Target(name, {"use": "reconstruction", **settings}, classes, True, tuple(given))
     if name in OF_TORCH:

@@ -408,9 +408,7 @@ class Observer:
                 if now.depth == 1:
                     with _reading(now):
                         now.enters(module, args, kwargs)
-                    if now.network is not None:
-                        with _reading(now):
-                            _watch_opacus(self)  # which the app may have imported only now
+                        _watch_opacus(self)  # which the app may have imported only now
                 if type(module).__name__ == "Normalize":
                     with _reading(now):
                         now.normalises(module)

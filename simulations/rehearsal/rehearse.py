@@ -159,9 +159,8 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     attacked = alike[:clients]  # a scenario has one size; Opacus draws it
     if len(attacked) < min(clients, len(nodes) - 1):
         counts = ", ".join(map(str, sizes.values()))
-        draft.note(
-            "sizes", f"clients train on {counts} examples a round; only those with {sizes[nodes[0]]} are attacked"
-        )
+        why = f"clients train on {counts} examples a round; only those with {sizes[nodes[0]]} are attacked"
+        draft.note("sizes", why)
     files = run.folder.absolute() / "observed"  # the scenario is read from the app's folder
     with run.ledger() as ledger:
         numbers = {node: client for client, node in ledger.nodes().items()}
@@ -237,11 +236,8 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
             for table in attacks_by_effort("quick", scenario.federation):
                 cut = {"iterations": fewer} if "iterations" in table else {}
                 draft.add("[[attack]]", 'the attacks of effort = "quick"', **{**table, **cut})
-            draft.note(
-                "cost",
-                f"searches have {fewer} iterations",
-                'to search longer, set effort = "quick" and remove [[attack]]',
-            )
+            remedy = 'to search longer, set effort = "quick" and remove [[attack]]'
+            draft.note("cost", f"searches have {fewer} iterations", remedy)
         run_files.write(run.folder / "scenario.toml", draft.text().encode())
         with run.ledger() as ledger:
             ledger.set_meta(drafted_chain=repr(tomllib.loads(draft.text())["chain"]))
