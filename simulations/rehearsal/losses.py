@@ -81,9 +81,7 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
     known = [name for name in losses if name in OWN or name in OF_TORCH]
     if not known:
         seen = ", ".join(losses) or "none of torch's losses"
-        remedy = (
-            "name a loss of (logits, labels) as [loss] use, and record the app by tap; split learning has no attack"
-        )
+        remedy = "name a loss of (logits, labels) as [loss] use, and record it by tap; split learning has no attack"
         return Problem("loss", "", f"clients minimise {seen}", remedy)
     if "output" in notes or "values" in notes:
         remedy = "only a network that returns one tensor, used directly by the loss, can be attacked"
