@@ -348,6 +348,8 @@ def _training(
     name = OPTIMIZERS.get(steps[0]["optimizer"])
     if len({json.dumps([g.get("lr"), g.get("weight_decay"), g.get("momentum")]) for g in steps[0]["groups"]}) > 1:
         draft.note("groups", "parameter groups have different settings; the draft takes those of the first")
+    if len(kinds := dict.fromkeys(step["optimizer"] for step in steps)) > 1:
+        draft.note("optimizer", f"{' and '.join(kinds)} make steps; the draft takes {steps[0]['optimizer']} for all")
     if name is None:
         draft.note("optimizer", f"{steps[0]['optimizer']} is taken for plain SGD")
         name = "sgd"

@@ -138,10 +138,12 @@ nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()
 optimizer.step()"""
     },
     "clipped_by_layer": {
-        "train": """nn.functional.cross_entropy(net(x), y).backward()
-for p in net.parameters():
-    nn.utils.clip_grad_norm_(p, 0.05)
-optimizer.step()"""
+        "train": """for steps in (optimizer, torch.optim.Adam(net.parameters())):
+    steps.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    for p in net.parameters():
+        nn.utils.clip_grad_norm_(p, 0.05)
+    steps.step()"""
     },
     "closure": {
         "train": """def loss():

@@ -116,7 +116,6 @@ ONE = torch.ones(1, 2)
         (lambda x, labels=None: x, (), {"labels": ONE, "x": ONE}, False),
         (lambda *, x: x, (), {"x": ONE}, True),
         (lambda batch: batch, ({"image": ONE},), {}, True),
-        (lambda images: images, ([ONE],), {}, True),
         (lambda x, alpha: alpha * x, (ONE, 0.5), {}, True),
     ],
 )

@@ -151,7 +151,7 @@ def test_an_app_that_is_hard_to_observe_trains_as_without(name: str, folder: Pat
         pytest.param("signs", "optimizer", False, marks=FULL),
         pytest.param("sharpened", "", False, marks=FULL),
         pytest.param("repeated", "examples", True, marks=FULL),
-        pytest.param("clipped_by_layer", "clipping", False, marks=FULL),
+        pytest.param("clipped_by_layer", "optimizer clipping", False, marks=FULL),
     ],
 )
 def test_an_assumption_is_a_problem(name: str, code: str, exact: bool, folder: Path) -> None:
