@@ -326,8 +326,11 @@ def fitted_loss(
     """
     outputs, y, x = tried
     problem: Exception | None = None
-    for form in range(3):
-        form_of = FittedLoss(loss.loss, True, form) if isinstance(loss, FittedLoss) else FittedLoss(loss, False, form)
+    given = (loss.loss, True) if isinstance(loss, FittedLoss) else (loss, False)
+    forms = [FittedLoss(*given, form) for form in range(3)]
+    if outputs.shape == (*y.shape, 1):  # a loss that compares each output with each label is no mean of the examples'
+        forms.sort(key=lambda form_of: not _is_mean(form_of, tried))
+    for form_of in forms:
         try:
             _check_value(form_of, outputs, y, x)
         except Exception as error:  # a user's function may raise anything
@@ -338,7 +341,7 @@ def fitted_loss(
         reads = bool((form_of(outputs, y, x) - form_of(outputs, other, x)).detach().abs() > 0)
         kind = label_kind(public, outputs, reads)
         _check_kind(loss, form_of, kind, table, where, tried, public, classes)
-        plain = form == 0 and not isinstance(loss, FittedLoss)
+        plain = form_of.form == 0 and not isinstance(loss, FittedLoss)
         return loss if plain else form_of, kind(
             public, (outputs.detach(), y, x), _threshold(form_of, kind, outputs, y, x)
         )
@@ -434,14 +437,16 @@ def is_cross_entropy(loss: Loss) -> bool:
 
 def is_mean(loss: Loss, classes: int, kind: LabelKind | None = None) -> bool:
     """Check that the loss of a batch is the mean of its examples' separate losses."""
-    if is_cross_entropy(loss):
-        return True
-    parts = _probe(loss, classes, kind)
+    return is_cross_entropy(loss) or _is_mean(loss, _probe(loss, classes, kind))
+
+
+def _is_mean(loss: Loss, parts: tuple[Tensor, Tensor, Tensor]) -> bool:
     try:
-        alone = torch.stack([loss_of(loss, *(t[i : i + 1] for t in parts)) for i in range(len(parts[0]))]).mean()
+        with warnings.catch_warnings(action="ignore"):
+            alone = torch.stack([loss_of(loss, *(t[i : i + 1] for t in parts)) for i in range(len(parts[0]))]).mean()
+            return _same(loss_of(loss, *parts), alone)
     except Exception:  # a user's function may refuse a batch of one
         return False
-    return _same(loss_of(loss, *parts), alone)
 
 
 def takes_probabilities(loss: Loss, classes: int, kind: LabelKind | None = None) -> bool:

@@ -459,6 +459,15 @@ def test_a_loss_of_another_form_is_refused_with_what_to_change(loss: str, name: 
         fitted_loss(named_loss(table, "[loss]"), table, "[loss]", (torch.randn(6, 2), y, torch.zeros(6, 1)), y, 2)
 
 
+def test_one_output_is_compared_with_its_own_label() -> None:
+    """Torch does not warn that this loss compares outputs (4, 1) with labels (4,), each with each."""
+    labels = torch.tensor([0.5, 3.0, 1.0, 2.0])
+    table, outputs = {"use": "torch.nn.functional:poisson_nll_loss"}, torch.arange(4.0)[:, None]
+    with allowing(["torch"]):
+        loss, _ = fitted_loss(named_loss(table, "[loss]"), table, "[loss]", (outputs, labels, outputs), labels, 1)
+    assert torch.equal(loss(outputs, labels), F.poisson_nll_loss(outputs[:, 0], labels))
+
+
 def test_the_cross_entropy_of_inputs_takes_any_that_a_search_tries() -> None:
     outputs, x = torch.full((1, 3), 0.5), torch.tensor([[-3.0, 0.4, 2.0]])
     assert float(reconstruction("cross_entropy")(outputs, torch.zeros(1), x)) == pytest.approx(math.log(2))
