@@ -112,8 +112,7 @@ def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Proble
 
 def _target(name: str, options: Mapping[str, Any], classes: int, reconstructs: bool, one_hot: bool) -> Target | Problem:
     parameters = inspect.signature(getattr(functional, name)).parameters
-    given = {k: v for k, v in options.items() if v != parameters[k].default}
-    given.pop("reduction", None)  # it scales the loss, which is measured
+    given = {k: v for k, v in options.items() if k != "reduction" and v != parameters[k].default}  # which is measured
     if reconstructs:
         measure = {"mse_loss": "squared_error", "binary_cross_entropy": "cross_entropy"}.get(name)
         if measure is None:

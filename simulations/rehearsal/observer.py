@@ -156,9 +156,7 @@ class Training:
             return
         name, outputs = self.passed
         if any(t.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr() for t in outputs):
-            self.notes["features"] = (
-                f"inputs are outputs of {name} (features), and these are attacked, not what {name} takes"
-            )
+            self.notes["features"] = f"inputs are outputs (features) of {name}, which are attacked, not its inputs"
         self.bytes += tensors[0].nbytes
         if self.bytes > MOST_BYTES:
             self.notes["large"] = "a client trains on more data than is kept in memory; the first part was kept"

@@ -106,23 +106,18 @@ def test_a_training_that_imports_the_compiler_under_observation_gives_the_same_b
     assert trained(compiled_as_one_graph, True, get_context("spawn")) == trained(compiled_as_one_graph, observed=False)
 
 
-ONE = torch.ones(1, 2)
-
-
-@pytest.mark.parametrize(
-    ("forward", "args", "kwargs", "noted"),
-    [
-        (lambda x, mask=None, *more: x, (ONE,), {}, False),
-        (lambda x, labels=None: x, (), {"labels": ONE, "x": ONE}, False),
-        (lambda *, x: x, (), {"x": ONE}, True),
-        (lambda batch: batch, ({"image": ONE},), {}, True),
-        (lambda x, alpha: alpha * x, (ONE, 0.5), {}, True),
-    ],
-)
-def test_a_network_that_does_not_take_one_tensor_alone_is_noted(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Tensor], noted: bool
-) -> None:
-    net, now = nn.Linear(2, 1), Training()
-    net.forward = forward  # type: ignore[method-assign]
-    now.enters(net, args, kwargs)
-    assert ("inputs" in now.notes) is noted
+def test_a_network_that_is_not_called_with_one_tensor_is_noted() -> None:
+    one, noted = torch.ones(1, 2), []
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Tensor]]] = [
+        (lambda x, mask=None, *more: x, (one,), {}),
+        (lambda x, labels=None: x, (), {"labels": one, "x": one}),
+        (lambda *, x: x, (), {"x": one}),
+        (lambda batch: batch, ({"image": one},), {}),
+        (lambda x, alpha: alpha * x, (one, 0.5), {}),
+    ]
+    for forward, args, kwargs in calls:
+        net, now = nn.Linear(2, 1), Training()
+        net.forward = forward  # type: ignore[method-assign]
+        now.enters(net, args, kwargs)
+        noted.append("inputs" in now.notes)
+    assert noted == [False, False, True, True, True]
