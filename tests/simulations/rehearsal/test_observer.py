@@ -107,7 +107,7 @@ def test_a_training_that_imports_the_compiler_under_observation_gives_the_same_b
 
 
 def test_a_network_that_is_not_called_with_one_tensor_is_noted() -> None:
-    one, noted = torch.ones(1, 2), []
+    one, noted = torch.ones(1, 2), list[bool]()
     calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Tensor]]] = [
         (lambda x, mask=None, *more: x, (one,), {}),
         (lambda x, labels=None: x, (), {"labels": one, "x": one}),
