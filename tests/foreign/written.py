@@ -106,7 +106,7 @@ SHAPES: dict[str, dict[str, str]] = {
         schedule.step()""",
     },
     "warmed_up": {
-        "optimizer": """optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        "optimizer": """optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4)""",
         "train": """for _ in range(4):
     optimizer.zero_grad()
