@@ -49,7 +49,7 @@ class Target:
         if self.reads_input:
             return np.zeros(len(y), np.int64)
         if self.one_hot:
-            return y.argmax(1)
+            return np.asarray(y.argmax(1))
         if np.issubdtype(y.dtype, np.integer):
             return y
         if y.ndim > 2 and self.name in TWO_CLASSES:
