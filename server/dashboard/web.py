@@ -20,6 +20,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from fedgauge.attacks.modality.registry import MEASURED
+from fedgauge.client.components import SpecError
 from fedgauge.server.dashboard import STATIC
 from fedgauge.server.dashboard.guards import Guard, Json, refusal
 from fedgauge.server.dashboard.runs import OPEN, RunCatalog, UnknownRun
@@ -74,7 +75,7 @@ def serve(path: Path, host: str, port: int | None, token: str, ready: Callable[[
         ready: called with the address to open, which contains the token.
 
     Raises:
-        OSError: the address is not available; the message says what to do.
+        SpecError: the address is not available; the message says what to do.
     """
     app = make_app(path, token, NAMES if host in LOOPBACK else ("*",))
     listening = _listen(host, port)
@@ -100,7 +101,7 @@ def _listen(host: str, port: int | None) -> socket.socket:
             return socket.create_server((host, tried), family=family, backlog=128)
         except OSError as error:
             refused, advice = error, "choose another --port" if tried else "choose another --host"
-    raise OSError(f"cannot listen on {host}:{tried} ({refused.strerror}): {advice}") from refused
+    raise SpecError(f"cannot listen on {host}:{tried} ({refused.strerror}): {advice}") from refused
 
 
 def _routes() -> list[Route | Mount]:

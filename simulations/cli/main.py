@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module, metadata
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -117,7 +118,11 @@ def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
     beside = [Path(file).parent for key in ("scenario", "sweep") if (file := getattr(options, key, None))]
     beside += [options.folder] if "folder" in options else []  # a deployment's folder holds its scenario
     further = [Path(p) for p in os.environ.get(components.ALLOW_PATH, "").split(os.pathsep) if p]
-    return components.allowing(names, [*further, *beside, Path.cwd()])
+    folders = [*further, *beside, Path.cwd()]
+    for name in (name.partition(".")[0] for name in options.allow):  # a malformed one is refused below
+        if name.isidentifier() and not (find_spec(name) or PathFinder.find_spec(name, [str(p) for p in folders])):
+            raise components.SpecError(f"--allow {name}: no such package, neither installed nor in {folders[0]}")
+    return components.allowing(names, folders)
 
 
 def _parser(command: str = "") -> argparse.ArgumentParser:

@@ -49,6 +49,8 @@ VALUES = {  # a command with a wrong value, and what names it
     "stop run --patience nan": "--patience",
     "audit run --rounds first": "expected a whole number",
     "app . --fail-above pnsr=20": "did you mean psnr",
+    "schema --allow nosuch": "no such package",
+    "watch . --host nosuch.invalid": "choose another --host",
 }
 
 
