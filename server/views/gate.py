@@ -85,7 +85,7 @@ def check_thresholds(thresholds: Sequence[Threshold], *modalities: type[Modality
         modalities: kinds that the data may be of.
 
     Raises:
-        SpecError: a metric is unknown for these kinds of data, or leaks in the other direction.
+        SpecError: a metric is unknown for these kinds of data, leaks in the other direction, or is never beyond the bound.
     """
     known = gate_metrics(*modalities)
     for threshold in thresholds:
@@ -99,6 +99,10 @@ def check_thresholds(thresholds: Sequence[Threshold], *modalities: type[Modality
             right, wrong, which = ("above", "below", "higher") if above else ("below", "above", "lower")
             remedy = f"write --fail-{right} {threshold.metric}={threshold.bound:g}, not --fail-{wrong}"
             raise SpecError(f"a {which} {threshold.metric} is the worse leak: {remedy}")
+        most = measured and (measured.whole or (measured.cap if threshold.metric in MEASURED else None))
+        if not above and threshold.bound <= 0 or most is not None and threshold.bound >= most:
+            value = f"counts at most {most:g}" if above else "is at least 0"
+            raise SpecError(f"the gate {threshold} could never fail, as a value {value}: choose another threshold")
 
 
 def gate_of_run(reading: RunSnapshot, thresholds: Sequence[Threshold]) -> list[GateResult]:

@@ -90,7 +90,7 @@ def test_a_refused_update_counts_everywhere(refused: Run, capsys: pytest.Capture
     assert found.words.startswith(f"{lost} of 4 planned") and "refused" in found.words
 
     with read_once(refused) as reading:
-        verdict, (gate,) = verdict_of(reading), gate_of_run(reading, [Threshold("psnr", 60.0)])
+        verdict, (gate,) = verdict_of(reading), gate_of_run(reading, [Threshold("worst.psnr", 1000.0)])
         assert (verdict.word, verdict.reconstruction) == ("undetermined", "undetermined")
         assert found.words in verdict.sentences[0]
         assert gate.outcome == "incomplete" and found.words in str(gate)
@@ -112,7 +112,7 @@ def test_a_refused_update_counts_everywhere(refused: Run, capsys: pytest.Capture
     assert finished["plan"]["missed"] == {"refused": lost}
 
     assert exit_status(refused) == INCOMPLETE == 4
-    assert main(["gate", str(refused.folder), "--fail-above", "psnr=60"]) == 4
+    assert main(["gate", str(refused.folder), "--fail-above", "worst.psnr=1000"]) == 4
     assert main(["gate", str(refused.folder), "--fail-above", "psnr=-100"]) == 1, "what leaks, leaks"
     assert "incomplete" in capsys.readouterr().out
 

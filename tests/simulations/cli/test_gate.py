@@ -46,8 +46,8 @@ def test_a_run_that_leaks_fails_and_a_higher_threshold_holds(attacked: Run, caps
     run = str(attacked.folder)
     assert gate(run, "--fail-above", "psnr=59.9") == 1
     assert "of 4 by analytic" in capsys.readouterr().out
-    assert gate(run, "--fail-above", "psnr=60") == 0
-    assert gate(run, "--fail-below", "mse=1e-6", "--fail-above", "psnr=60") == 1
+    assert gate(run, "--fail-above", "worst.psnr=1000") == 0
+    assert gate(run, "--fail-below", "mse=1e-6", "--fail-above", "worst.psnr=1000") == 1
     assert gate(run, "--fail-above", "worst.psnr=59") == 1
     assert gate(run, "--fail-above", "worst.psnr=80") == 1, "only means count at most 60 dB"
 
@@ -55,7 +55,7 @@ def test_a_run_that_leaks_fails_and_a_higher_threshold_holds(attacked: Run, caps
 def test_unmeasured_metrics_do_not_pass(attacked: Run, capsys: pytest.CaptureFixture[str]) -> None:
     tested = ("membership", "dataset_membership")
     asked = [word for metric in tested for word in ("--fail-above", f"{metric}=.7")]
-    assert gate(str(attacked.folder), *asked, "--fail-above", "psnr=60") == 3
+    assert gate(str(attacked.folder), *asked, "--fail-above", "worst.psnr=1000") == 3
     assert re.findall(r"--attack (\w+)", capsys.readouterr().out) == ["membership", "membership_over_rounds"]
     assert gate(str(attacked.folder), "--fail-above", "epsilon=1") == 3
 
@@ -71,10 +71,10 @@ def test_rows_without_a_value_are_counted_next_to_what_was_measured(
     attacked: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lose(attacked, all_of_them=False)
-    assert gate(str(attacked.folder), "--fail-above", "psnr=60", "--fail-above", "worst.psnr=1000") == 0
+    assert gate(str(attacked.folder), "--fail-above", "ssim=1.1", "--fail-above", "worst.psnr=1000") == 0
     assert capsys.readouterr().out.count("2 x diverged of 4") == 2
     lose(attacked, all_of_them=True)
-    assert gate(str(attacked.folder), "--fail-above", "psnr=60") == 3
+    assert gate(str(attacked.folder), "--fail-above", "psnr=59") == 3
     assert "4 x diverged of 4" in capsys.readouterr().out
 
 
@@ -89,6 +89,9 @@ def test_rows_without_a_value_are_counted_next_to_what_was_measured(
         (["--fail-above", "leakage=1"], "there are: psnr"),
         (["--fail-above", "mse=.1"], "--fail-below"),
         (["--fail-below", "psnr=20"], "--fail-above"),
+        (["--fail-above", "psnr=60"], "could never fail, as a value counts at most 60"),
+        (["--fail-above", "worst.label_accuracy=1"], "could never fail"),
+        (["--fail-below", "mse=0"], "could never fail, as a value is at least 0"),
     ],
 )
 def test_a_mistake_is_one_sentence(
