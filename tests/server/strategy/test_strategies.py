@@ -308,6 +308,8 @@ def test_a_late_client_joins_a_deployment_once_under_its_own_number(kit: Any) ->
         ({"use": "MultiKrum", "num_nodes_to_select": 0}, "num_nodes_to_select"),
         ({"use": "Krum", "num_malicious_nodes": -1}, "num_malicious_nodes"),
         ({"use": "Bulyan", "num_malicious_nodes": 1}, "needs 7 clients"),
+        ({"use": "FedAdam", "eta": -0.1}, "eta must be above 0"),
+        ({"use": "FedAvgM", "server_learning_rate": 0.0}, "server_learning_rate"),
         ({"use": "FedAvg", "train_metrics_aggr_fn": "sum"}, "train_metrics_aggr_fn"),
         ({"use": "FedAvg", "arrayrecord_key": "weights"}, "arrayrecord_key"),
         ({"use": "FedAvg", "weighted_by_key": "examples"}, "weighted_by_key"),
