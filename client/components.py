@@ -172,11 +172,18 @@ def build(
 def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
     """Call with checked arguments; errors name the table, and the line if it is in a user's code.
 
+    What changes torch's default precision changes it for this call; a network that it made is converted.
+
     Raises:
         SpecError: the component refuses its arguments, or a user's component fails.
     """
+    import torch  # takes a second
+
+    standard = torch.get_default_dtype()
     try:
-        return target(**arguments)
+        made = target(**arguments)
+        changed = torch.get_default_dtype() != standard
+        return made.to(standard) if changed and isinstance(made, torch.nn.Module) else made
     except Exception as error:
         words = str(error)
         line = own_line(error)
@@ -185,6 +192,8 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
         elif not isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
             raise
         raise SpecError(f"{where}: {words}") from error
+    finally:
+        torch.set_default_dtype(standard)
 
 
 def own_line(error: BaseException) -> str:

@@ -36,7 +36,7 @@ def build_model(table: Table, offered: Mapping[str, Any], seed: int, more_keys: 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "model"))
         _refuse_other_examples(own, offered)
-        model = _built(own, offered, (*more_keys, *_CHANGES))
+        model = build(own, WHERE, MODEL, offered, more_keys=(*more_keys, *_CHANGES))
         if isinstance(model, getattr(sys.modules.get("transformers"), "PreTrainedModel", ())):
             model.register_forward_hook(_logits)
         for place, change, kind in changes_of(table):
@@ -45,16 +45,6 @@ def build_model(table: Table, offered: Mapping[str, Any], seed: int, more_keys: 
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             raise SpecError(f"{WHERE}: layer {name!r} is lazy: let the factory run one example through the network")
     return model
-
-
-def _built(own: Table, offered: Mapping[str, Any], more_keys: Sequence[str]) -> nn.Module:
-    """Build a network; one whose factory changes torch's default precision is converted, and the default restored."""
-    standard = torch.get_default_dtype()
-    try:
-        model: nn.Module = build(own, WHERE, MODEL, offered, more_keys=more_keys)
-        return model if torch.get_default_dtype() == standard else model.to(standard)
-    finally:
-        torch.set_default_dtype(standard)
 
 
 def _logits(network: nn.Module, inputs: Any, outputs: Any) -> Any:

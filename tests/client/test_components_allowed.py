@@ -108,10 +108,14 @@ def test_allowed_components_are_built_with_the_arguments_they_request(own: Path,
 
 
 def test_a_module_in_double_precision_changes_nothing_else(own: Path) -> None:
-    (own / "mynets.py").write_text("import torch\ntorch.set_default_dtype(torch.float64)\n" + OWN)
+    doubled = "torch.set_default_dtype(torch.float64)\n"
+    later = f"def later() -> nn.Module:\n    {doubled}    return nn.MSELoss()\n"
+    (own / "mynets.py").write_text(f"import torch\n{doubled}{OWN}{later}")
     with allowing(["mynets"], [own]):
         model = build({"use": "mynets:Net"}, "[model]", MODEL, OFFERED)
-    assert torch.get_default_dtype() == torch.float32 == next(model.parameters()).dtype
+        assert torch.get_default_dtype() == torch.float32 == next(model.parameters()).dtype
+        build({"use": "mynets:later"}, "[loss]", LOSS)
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize(
