@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -84,16 +85,20 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         why = f"returns logits of shape {shape} for a batch of {len(x)}, expected {outputs or '(B, classes)'}"
         return Problem("logits", "the model", why, "its factory is offered `shape` and `classes`")
     if not logits.isfinite().all():
-        layer = next(name for name, outs in ended if not all(t.isfinite().all() for t in outs))
+        layer = next(name for name, outs, _ in ended if not all(t.isfinite().all() for t in outs))
         return Problem("not finite", layer, "gives numbers that are not finite", "smaller weights, or scaled data")
     with _layer_calls(model) as (_, again):
         _passed(model, params, x, seed=1)
-    for (layer, outs), (_, others) in zip(ended, again, strict=False):
-        if not all(map(_equal, outs, others)):
-            why = "draws random numbers, and the attacker's differentiable update lacks its draws"
-            return Problem(
-                "draws", layer, why, "set its probability to 0, put it in eval mode, or let it return its mean"
-            )
+    drawn = [  # a layer that gets other inputs need not draw itself
+        (layer, all(map(_equal, given, others)))
+        for (layer, outs, given), (_, other_outs, others) in zip(ended, again, strict=False)
+        if not all(map(_equal, outs, other_outs))
+    ]
+    if drawn:
+        layer, _ = max(drawn, key=itemgetter(1))
+        why = "draws random numbers, and the attacker's differentiable update lacks its draws"
+        remedy = "set its probability to 0, put it in eval mode, or let it return its mean"
+        return Problem("draws", layer, why, remedy)
     return None
 
 
@@ -105,9 +110,10 @@ def _inputs(model: nn.Module) -> list[str]:
 
 def parameter_problem(model: nn.Module, params: Params) -> Problem | None:
     """Return the problem of parameters without a real gradient, or of a model that accepts no weights."""
-    if scripted := [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]:
-        why = "is TorchScript, into which an attack cannot hand weights safely"
-        return Problem("scripted", f"layer {scripted[0]!r}", why, "build it from the modules that were scripted")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+            why = "is compiled (TorchScript, torch.compile), and an attack cannot hand weights to it safely"
+            return Problem("scripted", _layer(name, module), why, "build it from the modules that were compiled")
     if not params:
         return Problem("no parameters", "the model", "has no parameters, so there is no update to attack")
     for name, p in params.items():
@@ -135,7 +141,7 @@ def lookup_problem(model: nn.Module, params: Params, x: Tensor) -> Problem | Non
     with _layer_calls(model) as (begun, ended):
         # a gradient of the model's own parameter means that the forward pass read it instead of the one given
         slopes = torch.autograd.grad(out.square().sum(), [*own.values(), *leaves.values()], allow_unused=True)
-    if again := [*begun, *(name for name, _ in ended)]:
+    if again := [*begun, *(name for name, *_ in ended)]:
         why = "is computed again in the backward pass, which reads the module's own weights (gradient checkpointing)"
         return Problem("checkpoint", again[0], why, "turn checkpointing off: it changes no gradient")
     if found := [name for name, slope in zip(own, slopes, strict=False) if slope is not None]:
@@ -158,11 +164,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 @contextmanager
-def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, list[Tensor]]]]]:
-    """A context that lists the running calls of a model's layers, and the finished ones with their outputs."""
+def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, list[Tensor], list[Tensor]]]]]:
+    """A context that lists the running calls of a model's layers, and the finished ones with their outputs and inputs."""
     running: list[str] = []
-    ended: list[tuple[str, list[Tensor]]] = []
+    ended: list[tuple[str, list[Tensor], list[Tensor]]] = []
     names = {m: _layer(name, m) for name, m in model.named_modules()}
+
+    def floats(values: Any) -> list[Tensor]:
+        return [t.clone() for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
 
     def enter(module: nn.Module, given: Any) -> None:
         if module in names:
@@ -170,8 +179,7 @@ def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, 
 
     def leave(module: nn.Module, given: Any, out: Any) -> None:
         if module in names:
-            floats = [t.clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-            ended.append((running.pop(), floats))
+            ended.append((running.pop(), floats(out), floats(given)))
 
     with register_module_forward_pre_hook(enter), register_module_forward_hook(leave):
         yield running, ended
@@ -315,7 +323,7 @@ def _choose(trial: _Trial, one_pass: bool) -> Differentiation:
     routes: dict[Route, Differentiate] = {"one pass": _in_one_pass} if one_pass else {}
     routes["vmap"] = _by_vmap
     expected, composed = _expected(trial)
-    note = "" if _is_slope(trial, expected.slopes) else INCOMPLETE
+    note = "" if bool(expected.slopes.any()) and _is_slope(trial, expected) else INCOMPLETE
     for decomposed in (True,) if composed else (False, True):
         for route, differentiate in routes.items():
             way = Differentiation(route, decomposed, note)
@@ -324,18 +332,21 @@ def _choose(trial: _Trial, one_pass: bool) -> Differentiation:
     return Differentiation("loop", composed, note)
 
 
-def _is_slope(trial: _Trial, slopes: Tensor) -> bool:
+def _is_slope(trial: _Trial, found: _Derivatives) -> bool:
     """Compare the second derivative with differences of the first one; True where rounding would hide a fault."""
     if trial.x.dtype != torch.float64 or _in_float32(trial):
         return True
     direction = torch.randn(trial.x.shape, generator=generator("direction")).to(trial.x)
-    expected = (slopes * direction).sum()
+    slopes, expected = found.slopes, (found.slopes * direction).sum()
 
     def at(step: float) -> Tensor:
         with torch.no_grad():
             return trial.projected(trial.updates(trial.x + step * direction))
 
     size = torch.maximum(expected.abs(), NEGLIGIBLE * slopes.norm() * direction.norm())
+    terms = torch.stack([(t * trial.weights[k]).norm() for k, t in found.updates.items()])
+    if torch.finfo(torch.float64).eps * terms.norm() > SLOPE * DISPLACEMENTS[0] * size:  # a vanishing derivative
+        return True
     gaps = ((at(step) - at(-step)) / (2 * step) - expected for step in DISPLACEMENTS)
     return any(bool(gap.abs() <= SLOPE * size) for gap in gaps)
 

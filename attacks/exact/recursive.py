@@ -146,7 +146,8 @@ class _Recorder(LayerCallRecorder):
         """The operations between values that every path passes, as one step each."""
         steps, start = [], 0
         for end in range(1, len(self.derived)):
-            if all(min(operation.given) >= end for operation in self.operations[end:]):
+            passed = all(min(operation.given) >= end for operation in self.operations[end:])
+            if passed and self.derived[end].is_floating_point():
                 steps.append(self._step(start, end))
                 start = end
         return steps
@@ -268,14 +269,14 @@ def stages_of(model: nn.Module, shape: Sequence[int]) -> list[_Stage]:
             stages.append(_Stage(tuple(now), None if step.kind == "bent" else step))
             now = []
     if not now or not now[-1].weight or now[-1].settings is not None or len(now[-1].shape) != 1:
-        _decline(steps[-1].name if steps else "forward", "ends the network, and a fully connected layer has to")
+        _decline(steps[-1].name if steps else "forward", "is the last that can be followed, and not a linear layer")
     stages.append(_Stage(tuple(now), None))
     _check_sizes(stages, own)
     value = other.double()
     for step in steps:
         value = step.apply(own, value)
     if not isinstance(again, Tensor) or not close(value, again.double()):
-        _decline("forward", "is not the same computation for each example")
+        _decline("forward", "cannot be repeated operation by operation on another example")
     return stages
 
 

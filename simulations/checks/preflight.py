@@ -147,7 +147,7 @@ class _Probe:
         self.exact |= mean >= PSNR_CAP
         if exact := sum(map(main.came_back_whole, values)):
             words = f"{where} holds the {main.private}: read off {exact} of {len(values)} simulated clients ({use}, no search)"
-            yield Finding("leaks", words, "noise after it")
+            yield Finding("leaks", words, "add noise to the update")
         else:
             yield Finding("note", f"{use} reads {where} and gets {in_unit(mean, main)} through this chain{open_}")
 

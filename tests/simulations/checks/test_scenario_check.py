@@ -70,6 +70,21 @@ class Detached(Good):
     def forward(self, x):
         return super().forward(x.detach())
 
+class Rounded(Good):
+    def forward(self, x):
+        return super().forward((10 * x).round() / 10)
+
+class Vanishing(Good):
+    def forward(self, x):
+        return self.head(torch.sigmoid(1e-11 * self.conv(x)).flatten(1))
+
+class Looked(Good):
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.colours = nn.Embedding(256, 1)
+    def forward(self, x):
+        return super().forward(self.colours((9 * x + 99).long().clamp(0, 255))[..., 0])
+
 counter = itertools.count(1)
 from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data.images import mnist5k
@@ -128,11 +143,22 @@ def test_a_good_scenario_is_found_so_and_replays_to_rounding(examine: Examine) -
         ({"use": "doctored:Pair"}, "model", "no logits"),
         ({"use": "doctored:Single"}, "second derivative", "derivative"),
         ({"use": "doctored:Detached"}, "second derivative", "derivative"),
+        ({"use": "doctored:Rounded"}, "second derivative", "derivative"),
     ],
     ids=lambda v: v["use"] if isinstance(v, dict) else "",
 )
 def test_a_model_that_cannot_be_attacked_is_reported(examine: Examine, model: Any, where: str, code: str) -> None:
     assert wrong(examine(model=model))[where] == code
+
+
+def test_a_derivative_below_the_rounding_of_the_gradient_lacks_no_part(examine: Examine) -> None:
+    assert wrong(examine(model={"use": "doctored:Vanishing"})) == {}
+
+
+def test_a_network_that_looks_values_up_is_read_no_further(examine: Examine) -> None:
+    found = examine(model={"use": "doctored:Looked"}, data={**TABLES["data"], "batch_size": 1})
+    assert wrong(found) == {"second derivative": "derivative"}
+    assert "linear layer" in found["closed form"].message or "open" in found["closed form"].message
 
 
 def test_data_that_come_otherwise_each_time_are_reported(examine: Examine) -> None:
