@@ -122,7 +122,7 @@ def hugging_face(
 
     def pictures(part: Any) -> Tensor:
         # decoded here: the library would download pictures that are given as addresses
-        rows = part.cast_column(image, datasets.Image(decode=False))[image]
+        rows = [row or {"bytes": b""} for row in part.cast_column(image, datasets.Image(decode=False))[image]]
         sources = [Path(row["path"]) if row["bytes"] is None else io.BytesIO(row["bytes"]) for row in rows]
         return _stacked([_picture(s, f"{path}: row {i}", size, grey) for i, s in enumerate(sources)], path)
 
@@ -132,7 +132,8 @@ def hugging_face(
         # names that are not declared count in alphabetical order
         names = known or tuple(sorted(set().union(*written.values())))
         written = {part: numbers(values, names, f"{path}: column {label!r}") for part, values in written.items()}
-    labels = {part: torch.tensor(values) for part, values in written.items()}
+    with reading(f"{path}: column {label!r}", "a column of labels"):
+        labels = {part: torch.tensor(values) for part, values in written.items()}
     x, y = pictures(used["train"]), labels["train"]
     divided = (x, y, pictures(used["test"]), labels["test"]) if "test" in used else parted(x, y, test, path)
     return replace(_dataset(path, divided, len(known) or None, mean, std), names=names)
@@ -170,7 +171,8 @@ def _images(x: Tensor, where: str, layout: Layout) -> Tensor:
     places = {"NCHW": 1, "NHWC": 3} if x.dim() == 4 else {}
     possible = [name for name, axis in places.items() if x.shape[axis] in (1, 3) and layout in ("auto", name)]
     if len(possible) != 1:
-        raise ValueError(f'{where} has examples of shape {tuple(x.shape[1:])}: give a layout, "NHWC" or "NCHW"')
+        where = f"{where} has examples of shape {tuple(x.shape[1:])}"
+        raise ValueError(f'{where}: give a layout, "NHWC" or "NCHW", with 1 or 3 channels')
     return x if possible == ["NCHW"] else x.permute(0, 3, 1, 2).contiguous()
 
 

@@ -152,8 +152,10 @@ def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
     x = data.normalise(batch_of(data.x, data.y, torch.arange(min(1000, len(data.y)))).x).float()
     centre, width = x.mean().item(), x.std().item()
     if data.mean and (abs(centre) > 0.5 or not 0.5 < width < 2):
-        why = f"normalised images have mean {centre:.2g} and deviation {width:.2g}, expected about 0 and 1"
-        yield CheckResult("normalisation", False, False, Problem("normalisation", "", why, "see mean and std"))
+        why = f"normalised values have mean {centre:.2g} and deviation {width:.2g}, expected about 0 and 1"
+        yield CheckResult(
+            "normalisation", False, False, Problem("normalisation", "", why, "set mean and std, or scale x")
+        )
     yield attempt("data, built again", lambda: _same_data(data, Federation(scenario.protocol).shards.dataset))
 
 

@@ -299,6 +299,11 @@ def test_its_columns_and_sizes_are_checked(tmp_path: Path) -> None:
     refused("(3, 12, 20)", **own)
     assert hugging_face(tmp_path / "hf", size=4).shape == (3, 4, 4)
     refused("save_to_disk", **{**own, "path": str(tmp_path)})
+    unlabelled = saved(tmp_path / "unlabelled", {"train": (images[:4], [0, 1, None, 1])})
+    refused("column 'label'", **{**own, "path": str(unlabelled)})
+    empty = datasets.load_from_disk(str(tmp_path / "hf")).map(lambda row: {"image": None}, load_from_cache_file=False)
+    empty.save_to_disk(str(tmp_path / "empty"))
+    refused("row 0", **{**own, "path": str(tmp_path / "empty")})
     refused("save_to_disk", **{**own, "path": str(tmp_path / "nowhere")})
 
 
