@@ -147,7 +147,7 @@ def _train_own(message: Message, context: Context) -> Message:
     state = ClientFolder(OwnerConfig.load(path).state)
     try:
         protocol = str(context.run_config["protocol"])
-        own = _own(path, path.read_text(), protocol)
+        own = _own(path, path.read_text("utf-8"), protocol)
         with state.locked():
             if state.protocol() != protocol:
                 state.keep_protocol(protocol)

@@ -306,7 +306,7 @@ def _open(audit: str | Path, run: str | Path, allow: Sequence[str], caller: Path
         tables: Mapping[str, Any] = {}
         trouble = ""
         try:
-            text = path.read_text()
+            text = path.read_text("utf-8")
             tables = toml_text.parse(text.encode())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             text, trouble = PLACEHOLDER, f"{path} cannot be read ({error}); updates are recorded all the same"

@@ -77,6 +77,7 @@ def _carried_out(given: Sequence[str]) -> int:
         tell(ONLY_IN_A_CLONE)
         return 2
     options = _parser(given[0]).parse_args(given)
+    sys.stdout = sys.stdout or io.StringIO()  # None: closed by the caller
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name from elsewhere may be no text
     from fedgauge.client.components import SpecError, users_errors
@@ -99,7 +100,9 @@ def _carried_out(given: Sequence[str]) -> int:
     except TrainingFailed as error:
         tell(error)
         return FAILED
-    except BrokenPipeError:  # the reader of our output (head, less) has closed it
+    except (BrokenPipeError, SystemExit) as error:  # the reader of our output (head, less) has closed it: rich exits
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:

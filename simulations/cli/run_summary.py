@@ -29,8 +29,9 @@ def print_summary(run: Run, log: Log) -> None:
     """Print a run's results on standard output; its folder comes last."""
     from fedgauge.simulations.reports.report import write_report
 
+    report = write_report(run)  # first: the reader of our output may go
     if log == "json":
-        finish(run, write_report(run))
+        finish(run, report)
         return
     with read_once(run) as reading:
         noted = [" ".join(filter(None, notice)) for notice in notices(reading)]
@@ -39,7 +40,7 @@ def print_summary(run: Run, log: Log) -> None:
                 tell(text)
         else:
             _print_results(reading, noted)
-    print(f"report: {write_report(run)}")
+    print(f"report: {report}")
     print(run.folder)
 
 

@@ -43,7 +43,7 @@ def add_to(commands: Commands) -> None:
 def init(options: argparse.Namespace) -> int:
     target: Path = options.file
     refuse({f"{target} exists; choose another name": target.exists()})
-    target.write_text((Path(__file__).parents[1] / QUICKSTARTS[options.data]).read_text())
+    target.write_bytes((Path(__file__).parents[1] / QUICKSTARTS[options.data]).read_bytes())
     print(f"{target}: edit it, then: fedgauge run {target}")
     return 0
 
@@ -61,7 +61,7 @@ def list_components(options: argparse.Namespace) -> int:
 def schema(options: argparse.Namespace) -> int:
     from fedgauge.simulations.cli.components import components_of
 
-    made = json.loads((Path(__file__).parents[1] / "scenario.schema.json").read_text())
+    made = json.loads((Path(__file__).parents[1] / "scenario.schema.json").read_text("utf-8"))
     for component in components_of():  # a plug-in's name, with any arguments
         if component.package != "fedgauge" and not component.error and component.kind in made["definitions"]:
             named: dict[str, list[object]] = made["definitions"][component.kind]

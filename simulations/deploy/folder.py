@@ -73,7 +73,7 @@ class Deployment:
         folder.chmod(0o700)
         for part in ("tls", "ray", "keys", "public", "secrets", "clients", "link", "runs", "logs"):
             (folder / part).mkdir(mode=0o700)
-        (folder / "scenario.toml").write_text(checked.to_toml())
+        (folder / "scenario.toml").write_text(checked.to_toml(), "utf-8")
         write_authority(folder / "tls", hosts)
         for name in ("superexec", "dashboard", "ray"):
             write_new(folder / "secrets" / name, secrets.token_hex(32).encode())

@@ -54,7 +54,7 @@ class FlowerApp:
         with errors_in(
             f"give the folder of a Flower app: {path}", OSError, UnicodeDecodeError, tomllib.TOMLDecodeError
         ):
-            table = tomllib.loads(path.read_text())
+            table = tomllib.loads(path.read_text("utf-8"))
         parts = _table(table, "tool", "flwr", "app", "components")
         for part in ("serverapp", "clientapp"):
             if ":" not in str(parts.get(part, "")):

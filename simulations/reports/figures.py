@@ -28,7 +28,7 @@ WIDTH, HEIGHT = 3.3, 2.1  # inches: a column of most two-column papers; axes wit
 LETTERS = 30  # of an axis' label in a line
 SCALE = 0.55  # points of a line in print for each pixel on the page
 # the page's own colours on a white ground
-THEME = dict(re.findall(r"--([\w-]+): (#\w{6})", (STATIC / "style.css").read_text().partition("@media")[0]))
+THEME = dict(re.findall(r"--([\w-]+): (#\w{6})", (STATIC / "style.css").read_text("utf-8").partition("@media")[0]))
 SYMBOLS = {
     "circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P", "star": "*", "triangle-down": "v",
     "line-ew": "_",

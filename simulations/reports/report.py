@@ -41,8 +41,8 @@ def write_comparison(runs: Sequence[Run], path: Path) -> Path:
 def _write(path: Path, template: str, content: Mapping[str, Any], in_run: bool = False) -> Path:
     from plotly.offline import get_plotlyjs
 
-    style = Markup((STATIC / "style.css").read_text())
-    drawing = Markup("\n".join((STATIC / name).read_text() for name in DRAWING))
+    style = Markup((STATIC / "style.css").read_text("utf-8"))
+    drawing = Markup("\n".join((STATIC / name).read_text("utf-8") for name in DRAWING))
     page = fill_template(template, {**content, "style": style, "drawing": drawing, "plotly": Markup(get_plotlyjs())})
     with run_files.replacing(path) if in_run else writing(path) as file:
         file.write(page.encode(errors="replace"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fedgauge.server.store.run import Run
 from fedgauge.simulations.cli.main import main
 
 
@@ -39,6 +40,17 @@ def test_ctrl_c_while_libraries_are_imported_is_no_traceback(tmp_path: Path) -> 
         assert command.stdout.readline() == "begun\n"
         command.send_signal(signal.SIGINT)
         assert "Traceback" not in command.stderr.read() and command.wait(60) == 130
+
+
+@pytest.mark.parametrize("output", ["| head -1", "| true", ">&-"])
+def test_a_reader_that_goes_is_no_failure_in_any_locale(attacked: Run, output: str) -> None:
+    """`report` reads its own files in UTF-8, and a table of rich's is cut off."""
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    program = f"{sys.executable} -m fedgauge.simulations.cli.main"
+    runs = attacked.folder.parent
+    script = f"set -o pipefail; {program} report {attacked.folder} && {program} runs --runs {runs} {output}"
+    done = subprocess.run(["bash", "-c", script], env={**os.environ, **plain}, stderr=-1, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 HEAVY = ("torch", "flwr", "ray", "numpy", "rich")
