@@ -46,6 +46,7 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}
 DISPLACEMENTS = (1e-6, 1e-7, 1e-8)  # of pixels: one of them may cross a kink (relu, max pooling), hardly all
 NEGLIGIBLE = 1e-3  # of the largest tensor's norm: a smaller tensor may consist of rounding errors only
 SLOPE = 1e-2  # relative difference between a derivative and the quotient of differences, which includes rounding
+ROUNDING = 2e-15  # relative error of a deep network's gradient in float64, some layers' rounding
 READING = (".item()", "control flow", "data pointer", "aten::equal", "dynamic shape")  # in vmap's errors on value reads
 INCOMPLETE = (
     "the descent is approximate: the model's second derivative lacks a part, as with detach(), a rounding, or a custom "
@@ -345,7 +346,7 @@ def _is_slope(trial: _Trial, found: _Derivatives) -> bool:
 
     size = torch.maximum(expected.abs(), NEGLIGIBLE * slopes.norm() * direction.norm())
     terms = torch.stack([(t * trial.weights[k]).norm() for k, t in found.updates.items()])
-    if torch.finfo(torch.float64).eps * terms.norm() > SLOPE * DISPLACEMENTS[0] * size:  # a vanishing derivative
+    if ROUNDING * terms.norm() > SLOPE * DISPLACEMENTS[0] * size:  # of a derivative that vanishes
         return True
     gaps = ((at(step) - at(-step)) / (2 * step) - expected for step in DISPLACEMENTS)
     return any(bool(gap.abs() <= SLOPE * size) for gap in gaps)
