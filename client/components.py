@@ -170,9 +170,7 @@ def build(
 
 
 def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> Any:
-    """Call with checked arguments; errors name the table, and the line if it is in a user's code.
-
-    What changes torch's default precision changes it for this call; a network that it made is converted.
+    """Call with checked arguments, and keep torch's precision; errors name the table, and the line if in a user's code.
 
     Raises:
         SpecError: the component refuses its arguments, or a user's component fails.

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -86,20 +85,15 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         why = f"returns logits of shape {shape} for a batch of {len(x)}, expected {outputs or '(B, classes)'}"
         return Problem("logits", "the model", why, "its factory is offered `shape` and `classes`")
     if not logits.isfinite().all():
-        layer = next(name for name, outs, _ in ended if not all(t.isfinite().all() for t in outs))
+        layer = next(name for name, outs in ended if not all(t.isfinite().all() for t in outs))
         return Problem("not finite", layer, "gives numbers that are not finite", "smaller weights, or scaled data")
     with _layer_calls(model) as (_, again):
         _passed(model, params, x, seed=1)
-    drawn = [  # a layer that gets other inputs need not draw itself
-        (layer, all(map(_equal, given, others)))
-        for (layer, outs, given), (_, other_outs, others) in zip(ended, again, strict=False)
-        if not all(map(_equal, outs, other_outs))
-    ]
-    if drawn:
-        layer, _ = max(drawn, key=itemgetter(1))
-        why = "draws random numbers, and the attacker's differentiable update lacks its draws"
-        remedy = "set its probability to 0, put it in eval mode, or let it return its mean"
-        return Problem("draws", layer, why, remedy)
+    for (layer, outs), (_, others) in zip(ended, again, strict=False):
+        if not all(map(_equal, outs, others)):  # functional dropout before a layer shows in that layer
+            why = "draws random numbers, or gets them, and the attacker's differentiable update lacks the draws"
+            remedy = "set the probability to 0, use eval mode, or let it return the mean"
+            return Problem("draws", layer, why, remedy)
     return None
 
 
@@ -142,7 +136,7 @@ def lookup_problem(model: nn.Module, params: Params, x: Tensor) -> Problem | Non
     with _layer_calls(model) as (begun, ended):
         # a gradient of the model's own parameter means that the forward pass read it instead of the one given
         slopes = torch.autograd.grad(out.square().sum(), [*own.values(), *leaves.values()], allow_unused=True)
-    if again := [*begun, *(name for name, *_ in ended)]:
+    if again := [*begun, *(name for name, _ in ended)]:
         why = "is computed again in the backward pass, which reads the module's own weights (gradient checkpointing)"
         return Problem("checkpoint", again[0], why, "turn checkpointing off: it changes no gradient")
     if found := [name for name, slope in zip(own, slopes, strict=False) if slope is not None]:
@@ -165,14 +159,11 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 @contextmanager
-def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, list[Tensor], list[Tensor]]]]]:
-    """A context that lists the running calls of a model's layers, and the finished ones with their outputs and inputs."""
+def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, list[Tensor]]]]]:
+    """A context that lists the running calls of a model's layers, and the finished ones with their outputs."""
     running: list[str] = []
-    ended: list[tuple[str, list[Tensor], list[Tensor]]] = []
+    ended: list[tuple[str, list[Tensor]]] = []
     names = {m: _layer(name, m) for name, m in model.named_modules()}
-
-    def floats(values: Any) -> list[Tensor]:
-        return [t.clone() for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
 
     def enter(module: nn.Module, given: Any) -> None:
         if module in names:
@@ -180,7 +171,8 @@ def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, 
 
     def leave(module: nn.Module, given: Any, out: Any) -> None:
         if module in names:
-            ended.append((running.pop(), floats(out), floats(given)))
+            floats = [t.clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
+            ended.append((running.pop(), floats))
 
     with register_module_forward_pre_hook(enter), register_module_forward_hook(leave):
         yield running, ended
@@ -346,10 +338,9 @@ def _is_slope(trial: _Trial, found: _Derivatives) -> bool:
 
     size = torch.maximum(expected.abs(), NEGLIGIBLE * slopes.norm() * direction.norm())
     terms = torch.stack([(t * trial.weights[k]).norm() for k, t in found.updates.items()])
-    if ROUNDING * terms.norm() > SLOPE * DISPLACEMENTS[0] * size:  # of a derivative that vanishes
-        return True
     gaps = ((at(step) - at(-step)) / (2 * step) - expected for step in DISPLACEMENTS)
-    return any(bool(gap.abs() <= SLOPE * size) for gap in gaps)
+    tolerance = SLOPE * size + ROUNDING / DISPLACEMENTS[0] * terms.norm()
+    return any(bool(gap.abs() <= tolerance) for gap in gaps)
 
 
 def _in_float32(trial: _Trial) -> bool:

@@ -146,8 +146,7 @@ class _Recorder(LayerCallRecorder):
         """The operations between values that every path passes, as one step each."""
         steps, start = [], 0
         for end in range(1, len(self.derived)):
-            passed = all(min(operation.given) >= end for operation in self.operations[end:])
-            if passed and self.derived[end].is_floating_point():
+            if self.derived[end].is_floating_point() and all(min(o.given) >= end for o in self.operations[end:]):
                 steps.append(self._step(start, end))
                 start = end
         return steps

@@ -135,12 +135,9 @@ def count_classes(y: Tensor, y_test: Tensor) -> int:
 
 
 def _labels(array: np.ndarray, x: Tensor) -> Tensor:
-    """Classes (N,) or masks with a class for each place of x (N, C, ...) as int64; all others as float32.
-
-    Classes (N, 1), as Keras has them, are classes too if they are more than two.
-    """
-    if array.dtype.kind in "iu" and array.shape[1:] == (1,) and array.max(initial=0) > 1:
-        array = array[:, 0]
+    """Classes (N,), or (N, 1) of more than two, or masks with a class for each place of x as int64; all others as float32."""
+    column = array.dtype.kind in "iu" and array.shape[1:] == (1,) and array.max(initial=0) > 1
+    array = array[:, 0] if column else array
     classes = array.dtype.kind != "f" and array.ndim == 1
     classes |= array.dtype.kind in "iu" and array.ndim == x.dim() - 1
     return torch.from_numpy(array.astype(np.int64 if classes else np.float32))

@@ -39,8 +39,7 @@ def build_strategy(table: Table, clients: int, least: int | None = None) -> Stra
     wrong |= {k: f"must be above 0 and at most {n}" for k, n in most.items() if not 0 < checked.get(k, n) <= n}
     fewest = {"num_nodes_to_select": 1, "num_malicious_nodes": 0}
     wrong |= {k: f"must be at least {n}" for k, n in fewest.items() if checked.get(k, n) < n}
-    rates = ("eta", "eta_l", "tau", "server_learning_rate", "client_learning_rate")
-    wrong |= {k: "must be above 0" for k in rates if checked.get(k, 1) <= 0}
+    wrong |= {k: "must be above 0" for k in ("eta", "eta_l", "tau", "server_learning_rate") if checked.get(k, 1) <= 0}
     for key, words in wrong.items():
         raise SpecError(f"[strategy]: {key} {words}, got {checked[key]!r}")
     strategy: Strategy = build({**checked, "use": table["use"]}, "[strategy]", STRATEGY)

@@ -101,8 +101,7 @@ def check_thresholds(thresholds: Sequence[Threshold], *modalities: type[Modality
             raise SpecError(f"a {which} {threshold.metric} is the worse leak: {remedy}")
         most = measured and (measured.whole or (measured.cap if threshold.metric in MEASURED else None))
         if not above and threshold.bound <= 0 or most is not None and threshold.bound >= most:
-            value = f"counts at most {most:g}" if above else "is at least 0"
-            raise SpecError(f"the gate {threshold} could never fail, as a value {value}: choose another threshold")
+            raise SpecError(f"a gate {threshold} could never fail, as values end at {most or 0:g}: choose another")
 
 
 def gate_of_run(reading: RunSnapshot, thresholds: Sequence[Threshold]) -> list[GateResult]:

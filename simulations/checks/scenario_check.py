@@ -153,9 +153,7 @@ def _check_data(scenario: Scenario) -> Iterator[CheckResult]:
     centre, width = x.mean().item(), x.std().item()
     if data.mean and (abs(centre) > 0.5 or not 0.5 < width < 2):
         why = f"normalised values have mean {centre:.2g} and deviation {width:.2g}, expected about 0 and 1"
-        yield CheckResult(
-            "normalisation", False, False, Problem("normalisation", "", why, "set mean and std, or scale x")
-        )
+        yield CheckResult("normalisation", False, False, Problem("normalisation", "", why, "check mean and std"))
     yield attempt("data, built again", lambda: _same_data(data, Federation(scenario.protocol).shards.dataset))
 
 

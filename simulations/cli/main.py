@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from fedgauge.simulations.cli.options import Command, Commands, tell
+from fedgauge.simulations.cli.options import Command, Commands, refuse, tell
 
 REPRODUCTION = "reproduction.commands"  # in a clone only: an audit does not need it, so no wheel has it
 ONLY_IN_A_CLONE = (
@@ -77,7 +77,6 @@ def _carried_out(given: Sequence[str]) -> int:
         tell(ONLY_IN_A_CLONE)
         return 2
     options = _parser(given[0]).parse_args(given)
-    sys.stdout = sys.stdout or io.StringIO()  # None: closed by the caller
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name from elsewhere may be no text
     from fedgauge.client.components import SpecError, users_errors
@@ -122,9 +121,10 @@ def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
     beside += [options.folder] if "folder" in options else []  # a deployment's folder holds its scenario
     further = [Path(p) for p in os.environ.get(components.ALLOW_PATH, "").split(os.pathsep) if p]
     folders = [*further, *beside, Path.cwd()]
-    for name in (name.partition(".")[0] for name in options.allow):  # a malformed one is refused below
-        if name.isidentifier() and not (find_spec(name) or PathFinder.find_spec(name, [str(p) for p in folders])):
-            raise components.SpecError(f"--allow {name}: no such package, neither installed nor in {folders[0]}")
+    places = [str(folder) for folder in folders]
+    asked = [name for name in options.allow if name.isidentifier() and name not in sys.modules]
+    lost = [name for name in asked if not (find_spec(name) or PathFinder.find_spec(name, places))]
+    refuse({f"--allow {', '.join(lost)}: no such package, neither on Python's path nor in {places[-1]}": lost})
     return components.allowing(names, folders)
 
 

@@ -89,9 +89,9 @@ def test_rows_without_a_value_are_counted_next_to_what_was_measured(
         (["--fail-above", "leakage=1"], "there are: psnr"),
         (["--fail-above", "mse=.1"], "--fail-below"),
         (["--fail-below", "psnr=20"], "--fail-above"),
-        (["--fail-above", "psnr=60"], "could never fail, as a value counts at most 60"),
+        (["--fail-above", "psnr=60"], "could never fail, as values end at 60"),
         (["--fail-above", "worst.label_accuracy=1"], "could never fail"),
-        (["--fail-below", "mse=0"], "could never fail, as a value is at least 0"),
+        (["--fail-below", "mse=0"], "could never fail, as values end at 0"),
     ],
 )
 def test_a_mistake_is_one_sentence(
