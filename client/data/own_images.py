@@ -171,7 +171,7 @@ def _images(x: Tensor, where: str, layout: Layout) -> Tensor:
     places = {"NCHW": 1, "NHWC": 3} if x.dim() == 4 else {}
     possible = [name for name, axis in places.items() if x.shape[axis] in (1, 3) and layout in ("auto", name)]
     if len(possible) != 1:
-        raise ValueError(f'{where} has examples of shape {tuple(x.shape[1:])}: "NHWC" or "NCHW", C being 1 or 3?')
+        raise ValueError(f"{where} has examples of shape {tuple(x.shape[1:])}: set layout, NHWC or NCHW, C = 1 or 3")
     return x if possible == ["NCHW"] else x.permute(0, 3, 1, 2).contiguous()
 
 
