@@ -92,8 +92,7 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
     for (layer, outs), (_, others) in zip(ended, again, strict=False):
         if not all(map(_equal, outs, others)):  # functional dropout before a layer shows in that layer
             why = "draws random numbers, or gets them, and the attacker's differentiable update lacks its draws"
-            remedy = "set the probability to 0, use eval mode, or let it return the mean"
-            return Problem("draws", layer, why, remedy)
+            return Problem("draws", layer, why, "set the probability to 0, use eval mode, or let it return the mean")
     return None
 
 

@@ -121,10 +121,9 @@ def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
     beside += [options.folder] if "folder" in options else []  # a deployment's folder holds its scenario
     further = [Path(p) for p in os.environ.get(components.ALLOW_PATH, "").split(os.pathsep) if p]
     folders = [*further, *beside, Path.cwd()]
-    places = [str(folder) for folder in folders]
     asked = [name for name in options.allow if name.isidentifier() and name not in sys.modules]
-    lost = [name for name in asked if not (find_spec(name) or PathFinder.find_spec(name, places))]
-    refuse({f"--allow {', '.join(lost)}: no such package, neither on Python's path nor in {places[-1]}": lost})
+    lost = [name for name in asked if not (find_spec(name) or PathFinder.find_spec(name, [*map(str, folders)]))]
+    refuse({f"--allow {', '.join(lost)}: no such package, neither on Python's path nor in {folders[-1]}": lost})
     return components.allowing(names, folders)
 
 
