@@ -68,10 +68,10 @@ def init(options: argparse.Namespace) -> int:
     deployment = Deployment.create(
         options.folder, options.clients, options.host, chosen, options.grading, options.sampling
     )
-    folder = deployment.folder
-    print(f"{folder}: {many(options.clients, 'client')}; start it with: fedgauge deploy up {folder} --local")
+    folder, quoted = deployment.folder, shlex.quote(str(deployment.folder))
+    print(f"{folder}: {many(options.clients, 'client')}; start it with: fedgauge deploy up {quoted} --local")
     token = (folder / "secrets" / "dashboard").read_text()
-    print(f"or in containers: ./compose.sh {folder} up --detach; the page is then http://127.0.0.1:8765/?token={token}")
+    print(f"or in containers: ./compose.sh {quoted} up --detach; the page is then http://127.0.0.1:8765/?token={token}")
     if packages := [*options.allow, *options.allow_too]:
         files = f"{folder}/clients/*/client.toml"
         print(f"each owner must allow your packages: write allow = {json.dumps(packages)} into {files}")
