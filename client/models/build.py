@@ -36,7 +36,7 @@ def build_model(table: Table, offered: Mapping[str, Any], seed: int, more_keys: 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(seed, "model"))
         _refuse_other_examples(own, offered)
-        model = build(own, WHERE, MODEL, offered, more_keys=(*more_keys, *_CHANGES))
+        model: nn.Module = build(own, WHERE, MODEL, offered, more_keys=(*more_keys, *_CHANGES))
         if isinstance(model, getattr(sys.modules.get("transformers"), "PreTrainedModel", ())):
             model.register_forward_hook(_logits)
         for place, change, kind in changes_of(table):

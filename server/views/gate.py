@@ -99,7 +99,7 @@ def check_thresholds(thresholds: Sequence[Threshold], *modalities: type[Modality
             right, wrong, which = ("above", "below", "higher") if above else ("below", "above", "lower")
             remedy = f"write --fail-{right} {threshold.metric}={threshold.bound:g}, not --fail-{wrong}"
             raise SpecError(f"a {which} {threshold.metric} is the worse leak: {remedy}")
-        most = measured and (measured.whole or (measured.cap if threshold.metric in MEASURED else None))
+        most = (measured.whole or (measured.cap if threshold.metric in MEASURED else None)) if measured else None
         if not above and threshold.bound <= 0 or most is not None and threshold.bound >= most:
             raise SpecError(f"a gate {threshold} could never fail, as values end at {most or 0:g}: choose another")
 
