@@ -60,15 +60,10 @@ def chosen_auxiliary(planned: PlannedAttack, auxiliary: Batch, classes: int, see
     return planned.images().of(auxiliary, classes, rng)
 
 
-def with_given_truth(
-    planned: PlannedAttack, known: Knowledge, batches: Sequence[Batch], in_order: bool = False
-) -> Knowledge:
+def with_given_truth(planned: PlannedAttack, known: Knowledge, batches: Sequence[Batch]) -> Knowledge:
     """The knowledge with the labels and lengths that the plan gives the attacker; never the examples themselves.
 
     Labels are sorted, and lengths come by label, then by length, so that their order carries no other information.
-
-    Args:
-        in_order: labels come in the client's order, as some papers give them, and with them lengths.
 
     Raises:
         ValueError: labels are given, but the examples have none apart from the sentences.
@@ -78,11 +73,10 @@ def with_given_truth(
             raise ValueError(
                 'labels = "given" would give away the sentences, as next_token predicts them: use "restored"'
             )
-        known = replace(known, labels=torch.stack([batch.y if in_order else ordered(batch.y) for batch in batches]))
+        known = replace(known, labels=torch.stack([ordered(batch.y) for batch in batches]))
     if planned.lengths == "given":
         assert isinstance(known.model, LanguageModel)  # the plan refuses it for others
-        kept = in_order and planned.labels == "given"
-        lengths = [_lengths(batch, known.model.pad, kept) for batch in batches]
+        lengths = [_lengths(batch, known.model.pad) for batch in batches]
         known = replace(known, lengths=torch.stack(lengths))
     return known
 
@@ -169,7 +163,7 @@ def _behind(chain: Chain) -> bool:
     return not all(is_identity(noise_free(link)) for link in chain.links[chain.links.index(chain.local) + 1 :])
 
 
-def _lengths(batch: Batch, pad: int, in_order: bool) -> Tensor:
+def _lengths(batch: Batch, pad: int) -> Tensor:
     lengths = (batch.x != pad).sum(1)
     labels = batch.y if batch.labelled else torch.zeros_like(lengths)
-    return lengths if in_order else lengths[(labels * (lengths.max() + 1) + lengths).argsort()]
+    return lengths[(labels * (lengths.max() + 1) + lengths).argsort()]

@@ -62,18 +62,12 @@ class Auditor:
         seed: of the attacker's randomness.
         device: where attacks run; waves come from the CPU, and results are graded there.
         few: at most this many public examples for an attack to learn from; default: all.
-        metrics: names of the metrics to grade by; default: all that apply.
-        purpose: key of the randomness that all attacks share; default: each attack has its own.
-        labels_in_order: given labels are in the client's order, as in some papers.
     """
 
     source: FederationSource
     seed: int = 0
     device: torch.device = CPU
     few: int | None = None
-    metrics: frozenset[str] | None = None
-    purpose: tuple[str | int, ...] | None = None
-    labels_in_order: bool = False
 
     @property
     def federation(self) -> Federation:
@@ -89,7 +83,7 @@ class Auditor:
 
     @cached_property
     def grader(self) -> Grader:
-        return Grader(self.modality, self.source.auxiliary.x, self.metrics, self.federation.label_kind)
+        return Grader(self.modality, self.source.auxiliary.x, label_kind=self.federation.label_kind)
 
     # ------------------------------------------------------------------------------------------ what the attacker knows
 
@@ -109,9 +103,7 @@ class Auditor:
 
     def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
         """Return the attacker's randomness for one observation: a function from keys to generators."""
-        if self.purpose is None:
-            return partial(generator, self.seed, "attack", planned.name, round, client)
-        return partial(generator, self.seed, *self.purpose, client // len(self.federation.protocol.group(client)))
+        return partial(generator, self.seed, "attack", planned.name, round, client)
 
     # -------------------------------------------------------------------------------------------------------- the audit
 
@@ -187,7 +179,7 @@ class Auditor:
         fed = self.federation if attack.on_cpu else self._moved
         known = self.knowledge(planned, members, fed)
         private = [self.source.truth(c, wave.round) for c in wave.clients] if needs_truth(planned) else []
-        known = with_given_truth(planned, known, private, self.labels_in_order)
+        known = with_given_truth(planned, known, private)
         if not attack.on_cpu and self.device != CPU:
             known, wave = known.to(self.device), wave.to(self.device)
         known, wave = as_known(known, wave)

@@ -3,18 +3,20 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Observation
+from fedgauge.attacks.base import Attack, Knowledge, Observation, Stream, Wave
 from fedgauge.attacks.grading.audit import Auditor
+from fedgauge.attacks.grading.scores import Grader
 from fedgauge.attacks.malicious.inconsistency import dead_layer
 from fedgauge.attacks.malicious.server_attack import craft_weights
 from fedgauge.attacks.modality.image_metrics import AUGMENTED
 from fedgauge.attacks.modality.registry import modality_of
+from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.chain import Chain
@@ -24,6 +26,7 @@ from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.data_folder import data_folder
 from fedgauge.client.federation import DATASET, Federation
 from fedgauge.client.local_training import local_sgd
+from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.models.vision import detached_params
 from fedgauge.client.protocol import Protocol, SecureSumOptions
@@ -50,6 +53,35 @@ class ChosenShards(Shards):
         return batch_of(data.x_test, data.y_test, rows - len(data.y)) if test else batch_of(data.x, data.y, rows)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PaperAuditor(Auditor):
+    """An auditor of papers' attacks: given labels come in the client's order, as some papers give them, and with them lengths.
+
+    Args:
+        metrics: names of the metrics to grade by.
+        purpose: key of the randomness. The attacks of one setting share it, so that luck of the draw does not separate them.
+    """
+
+    metrics: frozenset[str]
+    purpose: tuple[str | int, ...] = ("attack",)
+
+    @cached_property
+    def grader(self) -> Grader:
+        return Grader(self.modality, self.source.auxiliary.x, self.metrics, self.federation.label_kind)
+
+    def stream(self, planned: PlannedAttack, round: int, client: int) -> Stream:
+        return partial(generator, self.seed, *self.purpose, client // len(self.federation.protocol.group(client)))
+
+    def _threat(self, planned: PlannedAttack, attack: Attack, wave: Wave, members: int) -> tuple[Knowledge, Wave]:
+        known, wave = super()._threat(planned, attack, wave, members)
+        if planned.labels == "given":
+            truth = [self.source.truth(client, wave.round) for client in wave.clients]
+            known = replace(known, labels=torch.stack([batch.y for batch in truth]))
+            if isinstance(model := known.model, LanguageModel) and planned.lengths == "given":
+                known = replace(known, lengths=torch.stack([(batch.x != model.pad).sum(1) for batch in truth]))
+        return known, wave
+
+
 @dataclass(frozen=True, eq=False)
 class Setup:
     """The server's observations in one setting, with the auditor that attacks and grades them.
@@ -59,7 +91,7 @@ class Setup:
         isolated: for each batch, the example with the largest update at the weights that were sent.
     """
 
-    auditor: Auditor
+    auditor: PaperAuditor
     observations: tuple[Observation, ...]
     note: str = ""
     clients: int = 1
@@ -92,8 +124,7 @@ def build_setup(cell: Setting, seed: int) -> Setup:
         clients = _Clients(replace(cell, server_attack=None, rounds=1, members=1), fed)
     reported = {metric_of(measure).removesuffix(AUGMENTED) for spec in cell.attacks for measure in spec.metrics}
     metrics = frozenset({*reported, modality_of(dataset).main.metric})
-    # attacks of one setting share their starts, so that luck of the draw does not separate them
-    auditor = Auditor(FederationSource(fed), seed, metrics=metrics, purpose=("attack",), labels_in_order=True)
+    auditor = PaperAuditor(FederationSource(fed), seed, metrics=metrics)
     # every client has equally many images
     turns = max(c for c in range(1, cell.clients + 1) if cell.n % c == 0)
     return Setup(auditor, clients.observed(), note, turns, isolated)
