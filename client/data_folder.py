@@ -9,11 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.components import SpecError
 from fedgauge.client.files import reading, replacing
 
 may_download = ContextVar("may_download", default=True)  # False while a run is only displayed
+
+
+def cache_folder() -> Path:
+    """Return the folder for decoded and downloaded data: XDG_CACHE_HOME/fedgauge."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedgauge"
 
 
 @contextmanager

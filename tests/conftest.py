@@ -73,7 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:  # which has the variables from its parent, and shares what is cached
         os.environ["XDG_CACHE_HOME"] = config.stash[_cache].name
         # torch reuses code compiled for wider registers after ATEN_CPU_CAPABILITY has narrowed them, and fails to compile
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] += f"/tests-{torch.backends.cpu.get_cpu_capability()}"
+        compiled = Path.home() / ".cache" / "fedgauge" / f"tests-{torch.backends.cpu.get_cpu_capability()}"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
     # datasets sorts with an argument that pyarrow 25 renames; it does so in flwr-datasets' shard partitioner
     config.addinivalue_line("filterwarnings", "ignore:Specifying null_placement in SortOptions:FutureWarning")
 

@@ -194,11 +194,13 @@ def test_a_notebook_loads_nothing_but_torch() -> None:
     ]
     heavy = ["flwr", "ray", "starlette", "scipy", "torchvision", "lpips", "datasets", "flwr_datasets"]
     program = f"""
-import importlib, sys
+import importlib, os, sys
+environment = dict(os.environ)
 for module in {[m.removesuffix(".__init__") for m in modules]}:
     importlib.import_module(module)
 loaded = sorted(set({heavy}) & set(sys.modules))
 assert not loaded, loaded
+assert dict(os.environ) == environment, "a user's app imports some of them"
 
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.plan import PlannedAttack

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.engine.devices import CPU
-from fedgauge.client.cache_folder import cache_folder
+from fedgauge.client.data_folder import cache_folder
 from fedgauge.client.files import replacing
 
 BOUND = 8 * 2**30  # bytes; the least recently read files go first

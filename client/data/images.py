@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.data.dataset import Dataset
-from fedgauge.client.data_folder import data_folder, may_download, read_npz
+from fedgauge.client.data_folder import cache_folder, data_folder, may_download, read_npz
 from fedgauge.client.files import reading
 from fedgauge.client.rng import generator
 

@@ -11,8 +11,7 @@ import torch
 
 from fedgauge.attacks.engine.devices import devices_of, driver
 from fedgauge.attacks.modality.image_metrics import BACKBONES, lpips_weights
-from fedgauge.client.cache_folder import cache_folder
-from fedgauge.client.data_folder import data_folder
+from fedgauge.client.data_folder import cache_folder, data_folder
 from fedgauge.simulations.checks.check_result import CheckResult, attempt
 from fedgauge.simulations.run.environment import PACKAGES, package
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedgauge.client import data_folder
-from fedgauge.client.cache_folder import cache_folder
 from fedgauge.client.components import SpecError, call, check_arguments
 from fedgauge.client.data import images
 from fedgauge.client.data.batches import Partition, batch_of, split
 from fedgauge.client.data.dataset import Dataset
+from fedgauge.client.data_folder import cache_folder
 from fedgauge.client.rng import seed_of
 from tests.client.data.refusals import refused
 
