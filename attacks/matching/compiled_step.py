@@ -42,7 +42,7 @@ class CompiledStep:
     """`Problems.value_and_slopes`, recorded for as many problems as the limiter allows.
 
     Fewer problems are padded with repetitions of the last one, since another size would need recording again. A step that
-    cannot be recorded, as one that reads values to the host, runs as it is; its results note the reason.
+    cannot be recorded, such as one that reads values on the host, runs unrecorded; its results note the reason.
     """
 
     def __init__(self, problems: Problems, limiter: BatchLimiter) -> None:
