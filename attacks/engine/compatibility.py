@@ -91,7 +91,7 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         _passed(model, params, x, seed=1)
     for (layer, outs), (_, others) in zip(ended, again, strict=False):
         if not all(map(_equal, outs, others)):  # functional dropout before a layer shows in that layer
-            why = "draws random numbers, or gets them, and the attacker's differentiable update lacks its draws"
+            why = "draws or receives random numbers, which the attacker's differentiable update lacks"
             return Problem("draws", layer, why, "set the probability to 0, use eval mode, or let it return the mean")
     return None
 
@@ -105,8 +105,8 @@ def _inputs(model: nn.Module) -> list[str]:
 def parameter_problem(model: nn.Module, params: Params) -> Problem | None:
     """Return the problem of parameters without a real gradient, or of a model that accepts no weights."""
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
-            why = "is TorchScript, or compiled by torch.compile, into which an attack cannot hand weights safely"
+        if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in dict(module.named_children()):
+            why = "is TorchScript or compiled by torch.compile, and an attack cannot safely hand weights to it"
             return Problem("scripted", _layer(name, module), why, "build it from the modules that were compiled")
     if not params:
         return Problem("no parameters", "the model", "has no parameters, so there is no update to attack")

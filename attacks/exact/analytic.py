@@ -48,10 +48,11 @@ def _inverted(
     y = labels_of(alone, known)  # the images do not depend on them
     above = layers[-1]
     signal = gradient[above.bias]  # dL/d(pre-activation)
-    value = _rank_one_input(gradient[above.weight], signal, passes)
+    value, signal = _rank_one(gradient[above.weight], signal, passes)
     for below, activation in zip(layers[-2::-1], activations[::-1], strict=True):
         signal = (alone.params[above.weight].double().T @ signal) * slope_of(activation, value)
-        value, above = _rank_one_input(gradient[below.weight], signal, passes), below
+        value, signal = _rank_one(gradient[below.weight], signal, passes)
+        above = below
     if not bool(signal.any()):
         reason = "the first biased layer's gradient is zero"
         return Reconstruction(None, y, float("nan"), 1, 0.0, "not_applicable", reason)
@@ -59,13 +60,13 @@ def _inverted(
     return Reconstruction(x, y, 0.0, 1, 0.0, "converged")
 
 
-def _rank_one_input(weight: Tensor, signal: Tensor, passes: int) -> Tensor:
-    """x from signal x^T, by least squares over all rows: rounding averages out. Behind a mask zeros are unknown."""
+def _rank_one(weight: Tensor, signal: Tensor, passes: int) -> tuple[Tensor, Tensor]:
+    """x and signal from signal x^T, by least squares over all rows: rounding averages out. Behind a mask zeros are unknown."""
     x, seen = (signal @ weight) / signal.square().sum(), (weight != 0).double()
     for _ in range(0 if bool(seen[signal != 0].all()) else passes):
         x = (signal @ weight) / (signal.square() @ seen).clamp_min(1e-300)  # a known signal gives values
         signal = (weight @ x) / (seen @ x.square()).clamp_min(1e-300)  # and these other rows' signals
-    return x
+    return x, signal
 
 
 def slope_of(activation: str, value: Tensor) -> Tensor:

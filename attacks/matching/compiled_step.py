@@ -2,15 +2,11 @@
 
 torch.compile cannot trace a step that differentiates a derivative (AOT autograd refuses double backward). So make_fx first
 records the step's operators while it runs, which leaves a plain function of tensors. On the CPU torch.compile makes kernels of
-it; on a GPU a CUDA graph replays its calls, to the same bits.
+it; on a GPU a CUDA graph replays its calls.
 """
 
-import os
-import shutil
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,39 +17,27 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from fedgauge.attacks.engine.batch_limiter import BatchLimiter, raise_if_exhausted
 from fedgauge.attacks.engine.computation import error_line
 from fedgauge.attacks.engine.deadline import Variables
-from fedgauge.attacks.matching.problems import ObservedUpdates, Problems, SearchFails
+from fedgauge.attacks.matching.problems import ObservedUpdates, Problems
 from fedgauge.client.components import own_line
 
 ValueAndSlopes = tuple[Tensor, Variables]
 Step = Callable[..., ValueAndSlopes]
 
 
-def missing(device: torch.device) -> str:
-    """Name the part that torch.compile lacks on this machine; empty if nothing is missing, or on a GPU."""
-    if device.type == "cuda":
-        return ""
-    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        return "a C++ compiler (g++ or clang++, or the one that CXX names)"
-    headers = Path(sysconfig.get_path("include")) / "Python.h"
-    return "" if headers.is_file() else "Python's header files (Python.h; python3-dev in Debian)"
-
-
 class CompiledStep:
     """`Problems.value_and_slopes`, recorded for as many problems as the limiter allows.
 
     Fewer problems are padded with repetitions of the last one, since another size would need recording again. A step that
-    cannot be recorded, such as one that reads values on the host, runs unrecorded; its results note the reason.
+    cannot be recorded or compiled runs plain, and its results note the reason.
     """
 
     def __init__(self, problems: Problems, limiter: BatchLimiter) -> None:
         self.problems, self.limiter = problems, limiter
         self._steps: dict[int, Step] = {}
         self._keys: tuple[tuple[str, ...], ...] | None = None
-        self._plain = problems.way.route == "loop"
-        if self._plain:
+        self._plain = False
+        if problems.way.route == "loop":
             self._decline("problems are differentiated one after the other")
-        elif reason := missing(next(iter(problems.params.values())).device):
-            raise SearchFails(f"compile needs {reason}, missing here; set compile = false: same result, slower")
 
     def value_and_slopes(self, variables: Variables, rows: Tensor, likelihood_weight: float = 1.0) -> ValueAndSlopes:
         if self._plain:
@@ -73,28 +57,32 @@ class CompiledStep:
             self._keys = tuple(seen.forms)
             return result
         forms = {key: seen.form(*key) for key in self._keys}
-        tensors = (variables, forms, labels, torch.as_tensor(likelihood_weight).to(variables["x"]))
+        given = () if labels is None else (labels,)
+        tensors = (variables, forms, given, torch.as_tensor(likelihood_weight).to(variables["x"]))
         with torch.no_grad():
-            if len(rows) not in self._steps:
-                try:
-                    self._steps[len(rows)] = self._recorded(seen, *tensors)
-                except Exception as error:  # a user's model may do anything, and a graph takes less than a step
-                    raise_if_exhausted(error)
-                    self._decline(f"the step cannot be recorded ({error_line(error)}{own_line(error)})")
-                    return self.problems.value_and_slopes(variables, rows, likelihood_weight)
-            return self._steps[len(rows)](*tensors)
+            if len(rows) in self._steps:
+                return self._steps[len(rows)](*tensors)
+            try:
+                step = self._recorded(seen, *tensors)
+                result = step(*tensors)  # torch.compile compiles now
+            except Exception as error:  # a user's model may do anything, and a compiler may be missing
+                raise_if_exhausted(error)
+                self._decline(f"the step cannot be compiled ({error_line(error)}{own_line(error)})")
+                return self.problems.value_and_slopes(variables, rows, likelihood_weight)
+        self._steps[len(rows)] = step
+        return result
 
     def _decline(self, why: str) -> None:
         way, self._plain = self.problems.way, True
         self.problems.way = replace(way, note="; ".join(filter(None, (way.note, f"compile has no effect: {why}"))))
 
     def _recorded(self, seen: ObservedUpdates, *tensors: Any) -> Step:
-        """A compiled function of the tensors that change between steps and problems; everything else is constant in it."""
+        """A faster function of the tensors that change between steps and problems; everything else is constant in it."""
         leaves, layout = tree_flatten(tensors)
-        names = list(tensors[0])
 
         def step(*leaves: Tensor) -> list[Tensor]:
-            variables, forms, labels, likelihood_weight = tree_unflatten(list(leaves), layout)
+            variables, forms, given, likelihood_weight = tree_unflatten(list(leaves), layout)
+            labels = given[0] if given else None
             value, slopes = self.problems.differentiated(variables, seen.with_forms(forms), labels, likelihood_weight)
             return [value, *slopes.values()]
 
@@ -103,7 +91,7 @@ class CompiledStep:
 
         def run(*tensors: Any) -> ValueAndSlopes:
             value, *slopes = fast(*tree_leaves(tensors))
-            return value, dict(zip(names, slopes, strict=True))
+            return value, dict(zip(tensors[0], slopes, strict=True))
 
         return run
 
@@ -122,8 +110,10 @@ def replayed(recorded: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = recorded(*kept)
+    held = recorded, kept, results  # the graph reads and writes their memory, and the constants that were recorded
 
     def run(*inputs: Tensor) -> list[Tensor]:
+        _, kept, results = held
         for mine, given in zip(kept, inputs, strict=True):
             mine.copy_(given)
         graph.replay()

@@ -292,9 +292,10 @@ class Problems:
 
         By the model's way; where a layer refuses it for these problems, by the next slower one.
         """
+        chosen = self.chosen(rows)
         while True:
             try:
-                return self.differentiated(variables, *self.chosen(rows), likelihood_weight)
+                return self.differentiated(variables, *chosen, likelihood_weight)
             except Exception as error:  # a user's model may raise anything
                 raise_if_exhausted(error)
                 if self.way.route == "loop":

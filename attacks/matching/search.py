@@ -70,9 +70,9 @@ class AdamSearch(Checked, Search):
         group: pulls an observation's restarts towards their mean (GradInversion).
         flat: weight of a penalty on the length of the objective's gradient by the images (Fan et al., 2025). The penalty's
             gradient is a difference over the distance `reach`, so each iteration evaluates two gradients.
-        compile: record the whole step once for each wave size, where it always takes the same path. On the CPU torch.compile
-            makes kernels of it, which needs a C++ compiler (without one the attack is not applicable) and pays off from some
-            thousand iterations; a GPU replays its calls together (a CUDA graph), to the same bits.
+        compile: record the whole step once for each wave size, where it always takes the same path. A GPU replays its calls
+            together (a CUDA graph). On the CPU torch.compile makes kernels of it: it needs a C++ compiler and some thousand
+            iterations to pay off.
     """
 
     rate: Positive = 0.1

@@ -119,6 +119,10 @@ def read_parts(path: Path, test: float, needed: Sequence[str] = ("x", "y")) -> P
             f"entry for each example, which all have one shape, and has {found}"
         )
     x = torch.from_numpy(stored["x"])
+    labels = [stored[name] for name in ("y", "y_test") if name in stored]
+    columns = all(part.dtype.kind in "iu" and part.shape[1:] == (1,) for part in labels)
+    if columns and max((part.max(initial=0) for part in labels), default=0) > 1:  # Keras' classes
+        stored |= {name: stored[name][:, 0] for name in ("y", "y_test") if name in stored}
     y = _labels(stored["y"], x) if "y" in stored else torch.zeros(len(x), dtype=torch.int64)
     if len(x) != len(y):
         raise ValueError(f"{path} has {len(x)} examples and {len(y)} labels")
@@ -135,9 +139,7 @@ def count_classes(y: Tensor, y_test: Tensor) -> int:
 
 
 def _labels(array: np.ndarray, x: Tensor) -> Tensor:
-    """Classes (N,), or (N, 1) of more than two, or masks with a class for each place of x as int64; all others as float32."""
-    column = array.dtype.kind in "iu" and array.shape[1:] == (1,) and array.max(initial=0) > 1
-    array = array[:, 0] if column else array
+    """Classes (N,), or masks with a class for each place of x (N, C, ...) as int64; all others as float32."""
     classes = array.dtype.kind != "f" and array.ndim == 1
     classes |= array.dtype.kind in "iu" and array.ndim == x.dim() - 1
     return torch.from_numpy(array.astype(np.int64 if classes else np.float32))

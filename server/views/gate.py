@@ -99,9 +99,10 @@ def check_thresholds(thresholds: Sequence[Threshold], *modalities: type[Modality
             right, wrong, which = ("above", "below", "higher") if above else ("below", "above", "lower")
             remedy = f"write --fail-{right} {threshold.metric}={threshold.bound:g}, not --fail-{wrong}"
             raise SpecError(f"a {which} {threshold.metric} is the worse leak: {remedy}")
-        most = (measured.whole or (measured.cap if threshold.metric in MEASURED else None)) if measured else None
-        if not above and threshold.bound <= 0 or most is not None and threshold.bound >= most:
-            raise SpecError(f"a gate {threshold} could never fail, as values end at {most or 0:g}: choose another")
+        ends = measured and (measured.cap is None or threshold.metric in MEASURED)  # the worst value is not capped
+        end = 0.0 if not above else measured.complete if measured and ends else math.inf
+        if not (threshold.bound < end if above else threshold.bound > end):
+            raise SpecError(f"a gate {threshold} could never fail, as values end at {end:g}: choose another")
 
 
 def gate_of_run(reading: RunSnapshot, thresholds: Sequence[Threshold]) -> list[GateResult]:

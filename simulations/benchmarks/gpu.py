@@ -122,7 +122,8 @@ class GpuBenchmark:
         single = replace(single, compiled=self.device.type == "cuda")
         single.engine(2)
         ms = 1e3 * self.seconds(lambda: single.engine(n)) / n
-        note, title = f"{ms:.3g} ms an iteration, the mean of {n}", f"{name}, one image: {FULL_SCHEDULE:,} iterations"
+        note = f"{ms:.3g} ms an iteration, the mean of {n}" + f"; {GRAPH}" * single.compiled
+        title = f"{name}, one image: {FULL_SCHEDULE:,} iterations"
         yield Figure(title, ms / 6e4 * FULL_SCHEDULE, "min", at_most=8.0, note=note)
 
     def libraries(self) -> Iterator[Figure]:

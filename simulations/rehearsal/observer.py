@@ -224,6 +224,7 @@ class Training:
             return
         self.cleared = set() if self.dp else {*self.used}  # Opacus keeps gradients elsewhere
         self.means = [each for each in self.means if each[0] not in self.cleared]
+        self.max_norm = None  # of a step that was left out, as a gradient scaler does
 
     def ends(self) -> None:
         """Leave out passes that nothing was learnt from, such as those that only measure."""

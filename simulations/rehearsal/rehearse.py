@@ -292,7 +292,12 @@ def _proof(
                     for line in draft.lines
                 ]
             elif shorter:
-                draft.add("[[chain]]", "uploads only shorten the update", use="clip", max_norm=math.sqrt(size))
+                draft.add(
+                    "[[chain]]",
+                    "uploads are the update times a number below 1, which a clip does",
+                    use="clip",
+                    max_norm=math.sqrt(size),
+                )
             else:
                 break
             scenario = draft.scenario()

@@ -72,10 +72,13 @@ def test_other_arrays_are_refused(bad: dict[str, np.ndarray], tmp_path: Path) ->
 
 
 def test_classes_in_a_column_of_their_own_are_classes(tmp_path: Path) -> None:
-    np.savez(tmp_path / "keras.npz", x=np.zeros((9, 3), np.float32), y=np.arange(9)[:, None] % 3)
+    x = np.zeros((9, 3), np.float32)
+    y = np.arange(9)[:, None] % 3
+    np.savez(tmp_path / "keras.npz", x=x, y=y, x_test=x[:2], y_test=y[:2])  # two of the classes in its test part
     np.savez(tmp_path / "finding.npz", x=np.zeros((9, 3), np.float32), y=np.arange(9)[:, None] % 2)
     keras, finding = (arrays(tmp_path / f"{name}.npz") for name in ("keras", "finding"))
     assert (keras.classes, keras.y.dim(), finding.classes, finding.y.shape[1]) == (3, 1, 1, 1)
+    assert keras.y_test.tolist() == [0, 1]
 
 
 def test_arrays_of_another_byte_order_are_the_same(tmp_path: Path) -> None:

@@ -37,7 +37,10 @@ def test_the_published_loop_and_the_engine_do_the_same(source: str, iterations: 
 
 
 def test_the_engine_benchmark_compares_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedgauge.simulations.benchmarks.engine.missing", lambda device: "a C++ compiler")
+    def refused(*_: object, **__: object) -> object:
+        raise RuntimeError("a C++ compiler is missing")
+
+    monkeypatch.setattr("torch.compile", refused)
     cases = (
         SpeedCase("lenet", lenet, 1, 1e9, iterations=2),
         SpeedCase("lenet", lenet, 2, steps=2, iterations=1),

@@ -71,7 +71,7 @@ def test_rows_without_a_value_are_counted_next_to_what_was_measured(
     attacked: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lose(attacked, all_of_them=False)
-    assert gate(str(attacked.folder), "--fail-above", "ssim=1.1", "--fail-above", "worst.psnr=1000") == 0
+    assert gate(str(attacked.folder), "--fail-above", "worst.psnr=2000", "--fail-above", "worst.psnr=1000") == 0
     assert capsys.readouterr().out.count("2 x diverged of 4") == 2
     lose(attacked, all_of_them=True)
     assert gate(str(attacked.folder), "--fail-above", "psnr=59") == 3
@@ -91,6 +91,7 @@ def test_rows_without_a_value_are_counted_next_to_what_was_measured(
         (["--fail-below", "psnr=20"], "--fail-above"),
         (["--fail-above", "psnr=60"], "could never fail, as values end at 60"),
         (["--fail-above", "worst.label_accuracy=1"], "could never fail"),
+        (["--fail-above", "ssim=1"], "could never fail, as values end at 1"),
         (["--fail-below", "mse=0"], "could never fail, as values end at 0"),
     ],
 )

@@ -28,12 +28,8 @@ def test_commands_work_next_to_a_users_own_files_of_the_same_names(tmp_path: Pat
 
 def test_ctrl_c_while_libraries_are_imported_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
-    program = [
-        sys.executable,
-        "-c",
-        "import sys; from fedgauge.simulations.cli.main import main; sys.exit(main())",
-        "run",
-    ]
+    asks = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job ignores it
+    program = [sys.executable, "-c", f"{asks}; from fedgauge.simulations.cli.main import main; sys.exit(main())", "run"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(program, env=environment, stdout=-1, stderr=-1, text=True) as command:
         assert command.stdout is not None and command.stderr is not None
