@@ -91,7 +91,7 @@ def forward_problem(model: nn.Module, params: Params, x: Tensor, outputs: tuple[
         _passed(model, params, x, seed=1)
     for (layer, outs), (_, others) in zip(ended, again, strict=False):
         if not all(map(_equal, outs, others)):  # functional dropout before a layer shows in that layer
-            why = "draws or receives random numbers, which the attacker's differentiable update lacks"
+            why = "draws random numbers or receives them, and the attacker's differentiable update lacks its draws"
             return Problem("draws", layer, why, "set the probability to 0, use eval mode, or let it return the mean")
     return None
 
