@@ -119,7 +119,7 @@ def test_networks_and_defenses_are_on_the_device_too(name: str, kind: str, make_
 
 
 @pytest.mark.parametrize("task", ["classification", pytest.param("next_token", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] if n == "tag" else []) for n in TEXT])
 def test_sentences_are_found_on_a_device_too(name: str, task: str, make_federation: Make) -> None:
     data = {"use": "phrases", "length": 8, "task": task, "auxiliary": 40}
     plan = planned(name)

@@ -38,7 +38,7 @@ def test_ctrl_c_while_libraries_are_imported_is_no_traceback(tmp_path: Path) -> 
         assert "Traceback" not in command.stderr.read() and command.wait(60) == 130
 
 
-@pytest.mark.parametrize("output", ["| head -1", "| true"])
+@pytest.mark.parametrize("output", ["| head -1", pytest.param("| true", marks=pytest.mark.full)])
 def test_a_reader_that_goes_is_no_failure_in_any_locale(attacked: Run, output: str) -> None:
     """`report` reads its own files in UTF-8, and a table of rich's is cut off."""
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
