@@ -123,11 +123,8 @@ def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
     folders = [*further, *beside, Path.cwd()]
     asked = [name for name in options.allow if name.isidentifier() and name not in sys.modules]
     lost = [name for name in asked if not (find_spec(name) or PathFinder.find_spec(name, [*map(str, folders)]))]
-    refuse(
-        {
-            f"--allow {', '.join(lost)}: no such package, neither on Python's path nor in {', '.join(map(str, folders))}": lost
-        }
-    )
+    places = ", ".join(map(str, folders))
+    refuse({f"--allow {', '.join(lost)}: no such package, neither on Python's path nor in {places}": lost})
     return components.allowing(names, folders)
 
 
