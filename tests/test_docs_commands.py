@@ -32,7 +32,6 @@ ELSEWHERE: Mapping[
     "audit RUN --devices": "simulations/cli/test_devices.py",
     "audit runs/theirs --allow mine --truth": "server/strategy/test_tester_truth.py",
     "audit": "test_docs_code.py",
-    "deploy up": "simulations/deploy/test_local_start.py",
     "doctor client.toml": "simulations/checks/test_owner_check.py",
     "doctor mine.toml": "test_docs_code.py",
     "doctor": "simulations/cli/test_scenario_commands.py",

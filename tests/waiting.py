@@ -1,5 +1,6 @@
 """Wait for what another process or thread does."""
 
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -20,3 +21,10 @@ def wait_for(
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(pause)
     return found
+
+
+def listens(port: int) -> bool:
+    """Return whether a process accepts connections on a port of the loopback address."""
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0

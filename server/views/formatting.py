@@ -58,10 +58,6 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def is_exact(value: float | None) -> bool:
-    return value is not None and math.isinf(value)
-
-
 def component(table: Mapping[str, Any]) -> str:
     return describe(table).removesuffix("()")
 

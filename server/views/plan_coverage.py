@@ -51,17 +51,6 @@ class PlanCoverage:
             found.append(f"{len(self.missed_rounds)} of {self.rounds} planned rounds were {never}: {named}")
         return "; ".join(found)
 
-    def to_json(self) -> dict[str, object]:
-        """Return all numbers and the sentence for page and JSON log."""
-        return {
-            "updates": self.updates,
-            "attacked": self.attacked,
-            "missed": dict(self.missed),
-            "rounds": self.rounds,
-            "missed_rounds": len(self.missed_rounds),
-            "words": self.words,
-        }
-
 
 def selection(tables: Mapping[str, Any]) -> AttackPlan:
     """Return the part of a scenario's plan that selects rounds and clients.

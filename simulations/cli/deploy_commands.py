@@ -1,17 +1,13 @@
-"""`fedgauge deploy init|up|down`, and `register` and `start`, which containers run once."""
+"""`fedgauge deploy init`, and `register` and `start`, which containers run once."""
 
 import argparse
 import json
 import shlex
-from typing import get_args
 
 from rich.console import Console
 
 from fedgauge.server.views.formatting import many
-from fedgauge.simulations.cli.options import Command, Commands, flag, path, positive, several, tell
-from fedgauge.simulations.cli.run_summary import print_summary
-from fedgauge.simulations.live.log import Log
-from fedgauge.simulations.run.exit_status import FAILED
+from fedgauge.simulations.cli.options import Command, Commands, path, positive, several
 
 
 def add_to(commands: Commands) -> None:
@@ -36,12 +32,6 @@ def add_to(commands: Commands) -> None:
     created.add_argument("--grading", choices=("off", "scores"), default="off", help=text)
     text = "agreed: the seed decides which examples each client trains on, as in a simulation (default: secret)"
     created.add_argument("--sampling", choices=("secret", "agreed"), default="secret", help=text)
-    text = "start every process on this machine, train, attack, end; a second call continues where it stopped"
-    begun = add("up", up, text)
-    flag(begun, "--local", "without containers (with containers: docker compose)", required=True)
-    flag(begun, "--new", "begin another run, even if the last one is unfinished")
-    begun.add_argument("--log", choices=get_args(Log), default="auto", help="as in fedgauge run")
-    add("down", down, "end a local start, and the processes that a killed one has left behind")
     for name, action, summary in (
         ("register", register, "make the clients' keys known to the SuperLink"),
         ("start", start, "train, and wait until everything is attacked; the SuperLink and the clients must be up"),
@@ -69,39 +59,12 @@ def init(options: argparse.Namespace) -> int:
         options.folder, options.clients, options.host, chosen, options.grading, options.sampling
     )
     folder, quoted = deployment.folder, shlex.quote(str(deployment.folder))
-    print(f"{folder}: {many(options.clients, 'client')}; start it with: fedgauge deploy up {quoted} --local")
-    token = (folder / "secrets" / "dashboard").read_text()
-    print(f"or in containers: ./compose.sh {quoted} up --detach; the page is then http://127.0.0.1:8765/?token={token}")
+    print(f"{folder}: {many(options.clients, 'client')}; start it with: ./compose.sh {quoted} up --detach")
+    print(f"the page is then http://127.0.0.1:8765/?token={(folder / 'secrets' / 'dashboard').read_text()}")
     if packages := [*options.allow, *options.allow_too]:
         files = f"{folder}/clients/*/client.toml"
         print(f"each owner must allow your packages: write allow = {json.dumps(packages)} into {files}")
     return 0
-
-
-def up(options: argparse.Namespace) -> int:
-    from fedgauge.simulations.deploy.folder import Deployment
-    from fedgauge.simulations.deploy.local_start import up as start_here
-    from fedgauge.simulations.run.launch import TrainingFailed
-    from fedgauge.simulations.run.simulate import Interrupt
-
-    deployment = Deployment.open(options.folder)
-    tell(
-        "while it is up, every user of this machine can run code in it and read its updates, because Flower does not "
-        "authenticate local processes: use a machine without other users (SECURITY.md)"
-    )
-    run, ended = None, FAILED
-    with Interrupt().caught() as interrupt:
-        try:
-            run, ended = start_here(deployment, Console(stderr=True), interrupt, options.log, options.new)
-        except TrainingFailed as error:
-            tell(error)
-            run = next(iter(deployment.runs()[-1:]), None)
-    if run is not None and ended and not run.model.exists():
-        command = f"fedgauge deploy up {shlex.quote(str(options.folder))} --local"
-        tell(f"continue the training with: {command}")
-    if run is not None:
-        print_summary(run, options.log)
-    return ended
 
 
 def register(options: argparse.Namespace) -> int:
@@ -119,19 +82,3 @@ def start(options: argparse.Namespace) -> int:
 
     with Interrupt().caught() as interrupt:
         return train(Deployment.open(options.folder), options.superlink, options.name, interrupt)
-
-
-def down(options: argparse.Namespace) -> int:
-    from fedgauge.server.store.run import Run
-    from fedgauge.simulations.deploy.folder import Deployment
-    from fedgauge.simulations.deploy.local_start import down as end
-
-    deployment = Deployment.open(options.folder)
-    if (holder := Run(deployment.folder).holder("up")) is not None:
-        tell(f"asking process {holder} to end: it parks its attacks first, then ends every process it started")
-    left = end(deployment)
-    if Run(deployment.folder).at_work("up"):
-        tell(f"{deployment.folder} is still finishing its attacks in flight")
-        return FAILED
-    print(f"{deployment.folder}: down" + (f"; {len(left)} processes had been left behind" if left else ""))
-    return 0

@@ -84,14 +84,13 @@ def _carried_out(given: Sequence[str]) -> int:
     from fedgauge.server.store.ledger_file import LedgerError
     from fedgauge.server.store.run import RunBusy
     from fedgauge.server.store.tape import TapeError
-    from fedgauge.simulations.live.log import errors_in_log
     from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
     from fedgauge.simulations.run.launch import TrainingFailed
 
     command: Command = options.command
     try:
         data_folder()  # a FEDGAUGE_DATA that does not exist is refused before anything starts
-        with _own_packages(options), errors_in_log(getattr(options, "log", "auto")), users_errors():
+        with _own_packages(options), users_errors():
             return command(options)
     except (SpecError, LedgerError, TapeError, RunBusy) as error:
         tell(error)

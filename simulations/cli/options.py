@@ -6,9 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
-
-from fedgauge.simulations.live.log import Log
+from typing import Any
 
 RUNS = Path("runs")
 NO_RUNS = "start one with: fedgauge init, then fedgauge run scenario.toml"
@@ -70,8 +68,8 @@ def flag(command: argparse.ArgumentParser, name: str, text: str, **more: Any) ->
 
 
 def add_log(command: argparse.ArgumentParser) -> None:
-    text = "auto: a live line in a terminal, else lines; quiet: errors and results only; json: one event per line"
-    command.add_argument("--log", choices=get_args(Log), default="auto", help=text)
+    text = "auto: a live line in a terminal, else lines; quiet: errors, the report and the run's folder"
+    command.add_argument("--log", choices=("auto", "quiet"), default="auto", help=text)
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:

@@ -26,7 +26,6 @@ from fedgauge.server.views.participation import other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
 from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, refuse, several, tell
 from fedgauge.simulations.cli.run_summary import print_summary
-from fedgauge.simulations.live.log import emit
 from fedgauge.simulations.live.view import view_of
 from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_status
 
@@ -81,17 +80,15 @@ def run(options: argparse.Namespace) -> int:
     status = INTERRUPTED
     with suppress(KeyboardInterrupt), Interrupt().caught() as interrupt:
         try:
-            simulate(folder, scenario, console, interrupt, options.log, options.in_memory)
+            simulate(folder, scenario, console, interrupt, options.log == "quiet", options.in_memory)
             if not interrupt.asked:
                 status = exit_status(folder)
         except (TrainingFailed, AuditFailed) as error:
             tell(error)
-            if options.log == "json":
-                emit("error", words=str(error))
             status = FAILED
     if status == 0:
         _try_closed_forms(folder)
-    print_summary(folder, options.log)
+    print_summary(folder, options.log == "quiet")
     return status
 
 
@@ -156,7 +153,7 @@ def audit(options: argparse.Namespace) -> int:
         return INTERRUPTED if interrupted else 0
     if not interrupted:
         _try_closed_forms(run)
-    print_summary(run, options.log)
+    print_summary(run, options.log == "quiet")
     judged = [planned.name for planned in plan.attacks] if options.attack else None
     return INTERRUPTED if interrupted else exit_status(run, judged, options.force)
 
@@ -177,7 +174,7 @@ def _attack(
     from fedgauge.server.pool.service import make_executor, serve
     from fedgauge.simulations.run.simulate import Interrupt
 
-    following = view_of(run, console, options.log, scenario)
+    following = view_of(run, console, options.log == "quiet", scenario)
     # before our own signal handlers: Ray sets a SIGTERM handler when it starts
     executor = make_executor(scenario.audit)
     with suppress(KeyboardInterrupt), Interrupt().caught() as interrupt, closing(executor), following.shown() as view:

@@ -17,25 +17,20 @@ from fedgauge.server.views.privacy import canaries
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.verdict import ungraded_reason, verdict_of
 from fedgauge.simulations.cli.options import tell
-from fedgauge.simulations.live.log import Log
-from fedgauge.simulations.live.view import finish
 from fedgauge.simulations.reports.terminal import rich_table
 
 # columns of the results
 SHOWN = ("round", "accuracy", "attack", "mean", "worst", "baseline", "labels", "lost", "ungraded")
 
 
-def print_summary(run: Run, log: Log) -> None:
+def print_summary(run: Run, quiet: bool) -> None:
     """Print a run's results on standard output; its folder comes last."""
     from fedgauge.simulations.reports.report import write_report
 
     report = write_report(run)  # first: the reader of our output may go
-    if log == "json":
-        finish(run, report)
-        return
     with read_once(run) as reading:
         noted = [" ".join(filter(None, notice)) for notice in notices(reading)]
-        if log == "quiet":
+        if quiet:
             for text in filter(None, (_clients(reading.ledger), *noted)):
                 tell(text)
         else:

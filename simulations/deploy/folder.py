@@ -20,8 +20,7 @@ from fedgauge.server.pool.service import attack_devices
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.checks.scenario_check import try_first
-from fedgauge.simulations.deploy.services import Addresses, supernode
-from fedgauge.simulations.run.create import check_deployable, create_run, free_folder
+from fedgauge.simulations.run.create import check_deployable, create_run
 
 DEMO = Path(__file__).parents[1] / "deployment.toml"
 VERSION = "0.1.0"  # of the image
@@ -63,15 +62,12 @@ class Deployment:
             raise SpecError(f"{folder} is a file or is not empty: name a new or empty folder")
         checked = Scenario.load(scenario, [f"clients={clients}"])
         check_deployable(checked)
-        try:
-            attack_devices(checked.audit, in_cluster=True)
-        except SpecError:  # a single GPU: a local start can have it, where it exists
-            checked.audit.devices_here()
+        attack_devices(checked.audit, in_cluster=True)
         alternative_names(hosts)
         deployment = cls(folder)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        for part in ("tls", "ray", "keys", "public", "secrets", "clients", "link", "runs", "logs"):
+        for part in ("tls", "ray", "keys", "public", "secrets", "clients", "link", "runs"):
             (folder / part).mkdir(mode=0o700)
         (folder / "scenario.toml").write_text(checked.to_toml(), "utf-8")
         write_authority(folder / "tls", hosts)
@@ -119,29 +115,8 @@ class Deployment:
     def public_key(self, client: int) -> Path:
         return self.folder / "keys" / f"client-{client}.pub"
 
-    def log(self, service: str) -> Path:
-        path = self.folder / "logs" / f"{service}.log"
-        path.touch(mode=0o600)
-        return path
-
-    def runs(self) -> list[Run]:
-        """Its runs, in the order in which they started."""
-        folders = (path.parent for path in (self.folder / "runs").glob("*/ledger.sqlite"))
-        runs = [run for folder in folders if (run := Run(folder)).folder == folder]  # else it is a link, to anywhere
-        return sorted(runs, key=lambda run: (run.folder / "scenario.toml").lstat().st_mtime_ns)
-
-    def next_run(self, new: bool = False) -> str:
-        """The name of the run to train now: the last one if it is unfinished and no new one is asked for, else a new name."""
-        runs = self.runs()
-        if runs and not new and not runs[-1].model.exists():
-            return runs[-1].name
-        return free_folder(FIRST_RUN, self.folder / "runs").name
-
-    def begin(self, name: str, here: bool = False) -> tuple[Run, bool]:
+    def begin(self, name: str) -> tuple[Run, bool]:
         """Return the run of this name, created if it does not exist, and whether it must be resumed or attacked further.
-
-        Args:
-            here: attacks run on this machine, and not in the containers' Ray cluster.
 
         Raises:
             SpecError: the run is complete, this cannot be a name, or a new one cannot be trained.
@@ -151,7 +126,7 @@ class Deployment:
         folder = self.folder / "runs" / name
         if not folder.exists():
             scenario = self.scenario()
-            attack_devices(scenario.audit, in_cluster=not here)
+            attack_devices(scenario.audit, in_cluster=True)
             try_first(scenario, Console(stderr=True), str(self.folder / "scenario.toml"))
             return create_run(scenario, folder, mode="deployment"), False
         run = Run.open(folder)
@@ -216,7 +191,13 @@ def container(client: int) -> Mapping[str, Any]:
     """A SuperNode's service, like those of the first clients in docker-compose.yml."""
     return {
         **HARDENED,
-        "command": list(supernode(Addresses(), client)),
+        "command": [
+            "flower-supernode",
+            *("--superlink", "superlink:8000", "--root-certificates", "/deployment/tls/ca.crt"),
+            *("--auth-supernode-private-key", f"/deployment/keys/client-{client}"),
+            *("--host", "127.0.0.1", "--port", "9094"),
+            *("--node-config", f'client="/deployment/clients/{client}/client.toml"'),
+        ],
         "environment": {"WAITS_FOR": "the SuperLink, then its rounds"},
         "restart": "unless-stopped",
         "depends_on": {"register": {"condition": "service_completed_successfully"}},

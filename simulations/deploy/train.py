@@ -4,7 +4,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,46 +46,32 @@ def register(deployment: Deployment, superlink: str) -> None:
                 raise TrainingFailed(f"{key.name} could not be registered at {superlink}: {output}")
 
 
-def start(
-    deployment: Deployment,
-    superlink: str,
-    name: str,
-    interrupt: Interrupt,
-    tick: Callable[[], None] = lambda: None,
-) -> int:
+def start(deployment: Deployment, superlink: str, name: str, interrupt: Interrupt) -> int:
     """Train the run of this name, and wait until it is attacked; returns the exit status, as `fedgauge run` does.
-
-    Args:
-        tick: called again and again while it waits.
 
     Raises:
         SpecError: the run is complete.
         LedgerError: it was interrupted and cannot be continued.
         TrainingFailed: the federation failed, or no attack service worked.
     """
-
-    def stopped() -> bool:
-        tick()
-        return interrupt.asked
-
     run, resumed = deployment.begin(name)
     with run.lock("training"):  # the attack service follows, and compose starts it again
-        while run.at_work("server") and not stopped():  # the ServerApp trains on after a killed start
+        while run.at_work("server") and not interrupt.asked:  # the ServerApp trains on after a killed start
             time.sleep(POLL)
     if run.model.exists():
         with run.ledger() as ledger, run.lock("training"):
-            _wait_for_attacks(run, ledger, run.scenario(), stopped)
+            _wait_for_attacks(run, ledger, run.scenario(), interrupt)
         return INTERRUPTED if interrupt.asked else exit_status(run)
     scenario = resume(run, "deployment") if resumed else run.scenario()
     with run.ledger() as ledger:
         with run.lock("training"):  # the attack service follows while this lock is held
-            _train(deployment, superlink, run, ledger, scenario, stopped)
-        _wait_for_attacks(run, ledger, scenario, stopped)
+            _train(deployment, superlink, run, ledger, scenario, interrupt)
+        _wait_for_attacks(run, ledger, scenario, interrupt)
     return INTERRUPTED if interrupt.asked else exit_status(run)
 
 
 def _train(
-    deployment: Deployment, superlink: str, run: Run, ledger: Ledger, scenario: Scenario, stopped: Callable[[], bool]
+    deployment: Deployment, superlink: str, run: Run, ledger: Ledger, scenario: Scenario, interrupt: Interrupt
 ) -> None:
     ledger.set_meta(state="training")
     state = "failed"
@@ -98,8 +84,8 @@ def _train(
             write_app(scratch, run, scenario)
             submission = Submission(scratch, run.log("flower.log"), env)
             try:
-                status = submission.wait(blame, stopped)
-                if stopped():
+                status = submission.wait(blame, lambda: interrupt.asked)
+                if interrupt.asked:
                     submission.stop()  # else it would continue without us
                     state = "interrupted"
                 elif status != "finished:completed":
@@ -115,10 +101,10 @@ def _train(
         ledger.set_meta(state=state)
 
 
-def _wait_for_attacks(run: Run, ledger: Ledger, scenario: Scenario, stopped: Callable[[], bool]) -> None:
+def _wait_for_attacks(run: Run, ledger: Ledger, scenario: Scenario, interrupt: Interrupt) -> None:
     """Wait until the queue is empty; TrainingFailed if no attack service has run for a while."""
     last_seen = time.monotonic()
-    while scenario.audit.curious and not stopped() and ledger.meta().get("replay") != "mismatch":
+    while scenario.audit.curious and not interrupt.asked and ledger.meta().get("replay") != "mismatch":
         if not (left := ledger.progress().waiting):
             return
         if run.at_work("audit"):

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.client.components import SpecError
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.formatting import is_exact, number, percent, rounded
+from fedgauge.server.views.formatting import number, percent, rounded
 from fedgauge.server.views.membership import ONE_PERCENT
 from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
@@ -131,7 +132,7 @@ def _row(cell: SweepCell, planned: PlannedAttack, reading: RunSnapshot) -> Sweep
         of_error=reached,
         bound=limit_in_db(errors, "limit"),
         gap=None if limit is None or reached is None else limit - reached,
-        exact=leak is not None and is_exact(leak.best),
+        exact=leak is not None and leak.best is not None and math.isinf(leak.best),
     )
 
 

@@ -121,7 +121,7 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
     with run.lock("training"), run.ledger() as ledger:
         if ledger.deployed and mode != DEPLOYMENT:
             raise NotResumable(
-                f"{run.folder} is no simulation: only what began it (fedgauge deploy up) can continue it"
+                f"{run.folder} is no simulation: only its containers (./compose.sh FOLDER up) can continue it"
             )
         scenario = run.scenario()
         if run.model.exists():

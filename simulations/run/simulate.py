@@ -11,7 +11,6 @@ from rich.console import Console
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.live.log import Log
 from fedgauge.simulations.live.view import View, view_of
 from fedgauge.simulations.run.exit_status import INTERRUPTED
 from fedgauge.simulations.run.launch import AuditFailed, OwnProcess, TrainingFailed, attack_service, training_process
@@ -46,7 +45,7 @@ def simulate(
     scenario: Scenario,
     console: Console,
     interrupt: Interrupt,
-    log: Log = "auto",
+    quiet: bool = False,
     in_memory: bool = False,
 ) -> None:
     """Train and attack. After an interrupt the run is incomplete, and what is left to attack is on the tape.
@@ -59,7 +58,7 @@ def simulate(
         AuditFailed: the attack service died; the training was completed.
         KeyboardInterrupt: a second interrupt; the attacks in flight are lost.
     """
-    with run.ledger() as ledger, view_of(run, console, log, scenario).shown() as view, ExitStack() as ending:
+    with run.ledger() as ledger, view_of(run, console, quiet, scenario).shown() as view, ExitStack() as ending:
         service: OwnProcess | None = None
         failed: TrainingFailed | None = None
         try:
@@ -95,7 +94,7 @@ def _train(run: Run, ledger: Ledger, view: View, interrupt: Interrupt, in_memory
     except TrainingFailed:
         if not interrupt.asked:  # a training that the user ended has not failed
             raise
-    except BrokenPipeError:  # the reader of our events has gone: treat it as a Ctrl-C
+    except BrokenPipeError:  # the reader of our output has gone: treat it as a Ctrl-C
         interrupt.asked = True
         raise
     finally:

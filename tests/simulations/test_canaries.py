@@ -210,7 +210,7 @@ def test_attacks_leave_canaries_alone_and_these_are_looked_at_in_every_round(run
 def test_report_terminal_and_figures_say_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     report = write_report(run).read_text()
     assert "<h2>What canaries" in report and "3 canaries sent" in report
-    print_summary(run, "auto")
+    print_summary(run, quiet=False)
     assert "3 canaries sent" in capsys.readouterr().out
     with read_once(run) as reading:
         drawn = {figure.metric: {series.name for series in figure.series} for figure in rounds_figures(reading)}

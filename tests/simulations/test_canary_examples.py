@@ -212,5 +212,5 @@ def test_report_and_terminal_say_it(run: Run, capsys: pytest.CaptureFixture[str]
     report = write_report(run).read_text()
     assert "<h2>What canaries" in report and "each of 30 canary" in report
     assert "surest guesses" in report
-    print_summary(run, "auto")
+    print_summary(run, quiet=False)
     assert "each of 30 canary" in capsys.readouterr().out

@@ -62,7 +62,7 @@ def test_page_report_and_terminal_show_its_number_and_leave_the_verdict_to_recon
     with read_once(run) as reading:
         strongest = verdict_of(reading).strongest
     assert strongest is not None and strongest.attack == "row_over_bias"
-    print_summary(run, "auto")
+    print_summary(run, quiet=False)
     assert sentence in capsys.readouterr().out
     assert sentence in (run.folder / "report.html").read_text()
 

@@ -25,7 +25,7 @@ def test_what_waits_and_what_was_at_work_are_parked_together(taped: Run, capsys:
         assert ledger.lease() is not None
         progress = ledger.progress()
         assert progress.queued and progress.leased
-    print_summary(taped, "auto")
+    print_summary(taped, quiet=False)
     assert f"0 of {progress.total} jobs" in capsys.readouterr().out
     with taped.ledger() as ledger:
         ledger.release()
@@ -38,10 +38,10 @@ def test_a_terminal_breaks_the_verdict_between_words(
 ) -> None:
     with read_once(attacked) as reading:
         verdict = verdict_of(reading).sentences[0]
-    print_summary(attacked, "auto")
+    print_summary(attacked, quiet=False)
     assert verdict in capsys.readouterr().out.splitlines(), "a file has whole sentences"
     monkeypatch.setattr(run_summary, "wide_console", lambda: Console(force_terminal=True, no_color=True, width=50))
-    print_summary(attacked, "auto")
+    print_summary(attacked, quiet=False)
     plain = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)
     lines = [line.rstrip() for line in plain.splitlines()]
     first = next(k for k, line in enumerate(lines) if line and verdict.startswith(line))
@@ -65,7 +65,7 @@ def test_what_attacks_say_of_themselves_is_reported_once_each(taped: Run, capsys
             random = lease.attack.name == "random_image"  # each of its four jobs has a reason of its own
             reasons = {c: f"[no] label {(lease.round, c) if random else ''}" for c in lease.clients}
             ledger.finish(lease, rows, reasons if lease.attack.name in ("analytic", "random_image") else {})
-    print_summary(taped, "auto")
+    print_summary(taped, quiet=False)
     told = [line.rstrip() for line in capsys.readouterr().out.splitlines() if " x): " in line]
     assert told == ["analytic (4 x): [no] label"] + [
         f"random_image (1 x): [no] label ({r}, {c})" for r in (1, 2) for c in (0, 1)
@@ -126,9 +126,9 @@ def test_the_end_of_a_deployment_says_who_was_missing_and_how_to_be_graded(
         ledger.set_meta(grading="not graded: the owner does not allow it")
         ledger._db.execute("UPDATE jobs SET state = 'done', graded = 'the owner does not allow it'")
     words = "2 of 4 updates arrived; client 1 missing in 2 rounds: 'mynets:Small' is not allowed"
-    for log in ("auto", "quiet"):
-        print_summary(run, log)
+    for quiet in (False, True):
+        print_summary(run, quiet)
         told = capsys.readouterr()
-        assert words in (told.out if log == "auto" else told.err)
+        assert words in (told.err if quiet else told.out)
         if log == "auto":
             assert 'mode = "scores"' in told.out and "no client grades" in told.out

@@ -24,8 +24,6 @@ FORMS: dict[str, tuple[str, ...]] = {
     "doctor PLACE": FILE,
     "sweep PLACE": FILE,
     "deploy init new --clients 2 --scenario PLACE": FILE,
-    "deploy up PLACE --local": ("folder", "newer"),
-    "deploy down PLACE": ("folder", "newer"),
     "deploy register PLACE --superlink x:1": ("folder", "newer"),
     "deploy start PLACE --superlink x:1 --name one": ("folder", "newer"),
     "reproduce PLACE": ("folder",),

@@ -1,27 +1,22 @@
 """What a deployment survives: with Flower's real processes, TLS and keys."""
 
-import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.local_start import LocalDeployment
 from fedgauge.simulations.run import launch, processes
+from tests.simulations.deploy.local import RUN, LocalDeployment
 from tests.small_runs import ANALYTIC, DEPLOYED
-from tests.waiting import wait_for
+from tests.waiting import listens, wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,48 +32,48 @@ def deployment(tmp_path: Path) -> Deployment:
     return Deployment.create(tmp_path / "federation", 2, scenario=tmp_path / "small.toml", sampling="agreed")
 
 
-def begin_up(deployment: Deployment) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fedgauge.simulations.cli.main", "deploy", "up", str(deployment.folder), "--local"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def reached(deployment: Deployment, round: int) -> bool:
+    for ledger_file in (deployment.folder / "runs").glob("*/ledger.sqlite"):
+        with Run(ledger_file.parent).ledger(readonly=True) as ledger:
+            return bool(ledger.rounds()) and ledger.last_round() >= round
+    return False
 
 
-def pid_of(deployment: Deployment, service: str) -> int:
-    pids: dict[str, int] = json.loads((deployment.folder / "up.json").read_text())["pids"]
-    return pids[service]
+def train(local: LocalDeployment, faults: dict[int, tuple[str, ...]]) -> int | None:
+    """Train the run with every service, of which some are killed once a round is over; returns the exit status.
 
-
-def reached(deployment: Deployment, round: int) -> Callable[[], bool]:
-    def poll() -> bool:
-        for run in deployment.runs():
-            with run.ledger(readonly=True) as ledger:
-                return bool(ledger.rounds()) and ledger.last_round() >= round
-        return False
-
-    return poll
+    What died is started again, as Docker does; but the SuperLink is not.
+    """
+    restarted = [name for name in local.commands if name.startswith("supernode")][:2]
+    local.listen()
+    local.begin("serverapp", *restarted, "start")
+    run = Run(local.deployment.folder / "runs" / RUN)
+    waiting = dict(faults)
+    while local.status("start") is None:
+        if "attack" not in local.children and run.at_work("training"):
+            local.begin("attack")
+            restarted.append("attack")
+        for round in [round for round in waiting if reached(local.deployment, round)]:
+            for name in waiting.pop(round):
+                local.kill(name)
+        for name in restarted:
+            if local.status(name):
+                time.sleep(2.0)
+                local.begin(name)
+        time.sleep(0.1)
+    assert not waiting, "every fault came"
+    return local.status("start")
 
 
 @pytest.mark.full
 def test_one_run_through_many_faults_ends_complete(deployment: Deployment) -> None:
-    """A client and the attack service are killed, then the SuperLink; a second call continues."""
-    first = begin_up(deployment)
-    try:
-        wait_for(reached(deployment, 1), 600)
-        os.killpg(pid_of(deployment, "supernode-1"), signal.SIGKILL)
-        os.kill(pid_of(deployment, "attack"), signal.SIGKILL)
-        wait_for(reached(deployment, 2), 600)
-        os.killpg(pid_of(deployment, "superlink"), signal.SIGKILL)
-        _, said = first.communicate(timeout=600)
-    finally:
-        first.kill()
-    assert first.returncode == 1 and "superlink" in said, said
-    assert processes.marked(json.loads((deployment.folder / "up.json").read_text())["mark"]) == []
-    second = begin_up(deployment)
-    told, said = second.communicate(timeout=600)
-    assert second.returncode == 0 and "ending the services" in said, said
-    assert processes.marked(json.loads((deployment.folder / "up.json").read_text())["mark"]) == []
-    (run,) = deployment.runs()
-    assert Run.open(Path(told.strip().splitlines()[-1])).folder == run.folder
-    complete(run, rounds=3, clients=2)
+    """A client and the attack service are killed, then the SuperLink; a second start continues."""
+    with closing(LocalDeployment(deployment)) as first:
+        assert train(first, {1: ("supernode-1", "attack"), 2: ("superlink",)}) == 1, first.log("start").read_text()
+    assert processes.marked(first.mark) == []
+    with closing(LocalDeployment(deployment)) as second:
+        assert train(second, {}) == 0, second.log("start").read_text()
+    complete(Run.open(deployment.folder / "runs" / RUN), rounds=3, clients=2)
 
 
 def complete(run: Run, rounds: int, clients: int) -> None:
@@ -102,12 +97,6 @@ def complete(run: Run, rounds: int, clients: int) -> None:
 # -------------------------------------------------------------------------------------------------------- Ray's cluster
 
 
-@cache
-def head() -> int:
-    """The port of the cluster's head."""
-    return processes.free_port()
-
-
 def access(cluster: LocalDeployment) -> dict[str, str]:
     """What a process needs; it looks for a head that is gone for ten seconds, not for a minute."""
     hasty = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
@@ -117,15 +106,11 @@ def access(cluster: LocalDeployment) -> dict[str, str]:
 @pytest.fixture
 def cluster(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalDeployment]:
     """A Ray head and a worker, by the commands of docker-compose.yml."""
-    table = yaml.safe_load((Path(__file__).parents[3] / "docker-compose.yml").read_text())["services"]
-    with closing(LocalDeployment(deployment, "a-run")) as local:
-        usual = local._environment
-        monkeypatch.setattr(local, "_environment", lambda name: usual(name) | access(local))
-        for name in ("ray-head", "ray-worker"):
-            words = (w.replace("ray-head", "127.0.0.1").replace("6379", str(head())) for w in table[name]["command"])
-            local.commands[name] = tuple(words)
-            local.begin(name)
-        wait_for(lambda: processes.listens(head()), 60)
+    with closing(LocalDeployment(deployment)) as local:
+        usual = local.environment
+        monkeypatch.setattr(local, "environment", lambda name: usual(name) | access(local))
+        local.begin("ray-head", "ray-worker")
+        wait_for(lambda: listens(local.head), 60)
         yield local
 
 
@@ -134,7 +119,7 @@ def restart(cluster: LocalDeployment) -> None:
     for name in ("ray-head", "ray-worker"):
         if cluster.status(name) is not None:
             with suppress(ProcessLookupError):  # what it had started would hold its port, or answer in its place
-                os.killpg(cluster.children[name].pid, signal.SIGKILL)
+                cluster.kill(name)
             time.sleep(1.0)
             cluster.begin(name)
 
@@ -148,7 +133,7 @@ def workers_of(cluster: LocalDeployment) -> list[int]:
 def joined(cluster: LocalDeployment) -> list[str]:
     """The nodes without cores that audits have joined to the cluster."""
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    address = f"127.0.0.1:{head()}"
+    address = f"127.0.0.1:{cluster.head}"
     return [line for line in listed if "ray.scripts.scripts" in line and address in line]
 
 
@@ -161,11 +146,11 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
         {"use": "analytic"},
     ]  # not over before the head is killed
     scenario = make_scenario(audit={"executor": "ray"}, attack=long)
-    run = make_taped(cluster.deployment.folder / "runs" / "a-run", scenario)
+    run = make_taped(cluster.deployment.folder / "runs" / RUN, scenario)
     command = cluster.commands["attack"]
     (tmp_path / "ray").mkdir()
     outside = launch.child_environment(tmp_path, "none-of-theirs") | access(cluster)
-    outside["RAY_ADDRESS"] = f"127.0.0.1:{head()}"
+    outside["RAY_ADDRESS"] = f"127.0.0.1:{cluster.head}"
     (tmp_path / "wrong").write_text("0" * 64)
     stranger = subprocess.run(
         command,
@@ -189,14 +174,14 @@ def test_the_attack_service_works_in_a_cluster_that_lets_in_who_has_its_token(
     audit = begin_audit()
     try:
         wait_for(begun, 90)
-        os.killpg(cluster.children["ray-head"].pid, signal.SIGKILL)
+        cluster.kill("ray-head")
         _, said = audit.communicate(timeout=200)
     finally:
         audit.kill()
     assert there and audit.returncode, f"without a head it fails, and is started again: {said}"
     wait_for(lambda: not joined(cluster), 60)
 
-    wait_for(lambda: restart(cluster) or processes.listens(head()), 120)
+    wait_for(lambda: restart(cluster) or listens(cluster.head), 120)
     audit = begin_audit()
     try:  # the worker ends when it has looked for its head in vain, and is started again while the audit waits for it
         wait_for(lambda: restart(cluster) or audit.poll() is not None, 300)

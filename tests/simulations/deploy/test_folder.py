@@ -100,12 +100,11 @@ def test_what_only_a_simulation_can_do_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_deployment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for action in (["up", str(tmp_path), "--local"], ["down", str(tmp_path)]):
-        assert cli.main(["deploy", *action]) == 2
-        assert "not a deployment" in capsys.readouterr().err
+    assert cli.main(["deploy", "register", str(tmp_path), "--superlink", "x:1"]) == 2
+    assert "not a deployment" in capsys.readouterr().err
 
 
-def test_an_unfinished_run_is_the_next_one_and_a_complete_one_is_not(fresh: Deployment) -> None:
+def test_an_unfinished_run_is_continued_and_a_complete_one_is_not(fresh: Deployment) -> None:
     first, resumed = fresh.begin("one")
     assert not resumed and fresh.begin("one") == (first, False), "what has not begun begins"
     with first.ledger(readonly=True) as ledger:
@@ -114,9 +113,8 @@ def test_an_unfinished_run_is_the_next_one_and_a_complete_one_is_not(fresh: Depl
         assert ledger.meta()["mode"] == "deployment"
         for state in ("training", "failed", "interrupted"):
             ledger.set_meta(state=state)
-            assert fresh.next_run() == "one" and fresh.begin("one") == (first, True), state
+            assert fresh.begin("one") == (first, True), state
     first.model.touch()  # what the server leaves last of all, whatever was heard of its end
-    assert fresh.next_run() != "one"
     with pytest.raises(SpecError):
         fresh.begin("one")
 
@@ -125,4 +123,4 @@ def test_an_unfinished_run_is_the_next_one_and_a_complete_one_is_not(fresh: Depl
 def test_a_run_stays_in_the_deployments_folder(fresh: Deployment, name: str) -> None:
     with pytest.raises(SpecError):
         fresh.begin(name)
-    assert fresh.runs() == []
+    assert list((fresh.folder / "runs").iterdir()) == []

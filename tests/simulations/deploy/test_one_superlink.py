@@ -6,7 +6,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,10 @@ from fedgauge.server.pool.service import serve
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.run import Run
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.local_start import LocalDeployment
-from fedgauge.simulations.deploy.services import link, services, supernode
 from fedgauge.simulations.deploy.train import register, start
 from fedgauge.simulations.run import in_memory
 from fedgauge.simulations.run.create import create_run
-from fedgauge.simulations.run.simulate import Interrupt
+from tests.simulations.deploy.local import RUN, LocalDeployment, Watching
 from tests.small_runs import ANALYTIC, DEPLOYED, SEARCH
 from tests.waiting import wait_for
 
@@ -44,7 +41,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDeployment
     deployment = Deployment.create(
         folder / "federation", 2, scenario=folder / "small.toml", grading="scores", sampling="agreed"
     )
-    with closing(LocalDeployment(deployment, "a-run")) as local:
+    with closing(LocalDeployment(deployment)) as local:
         local.listen()
         yield local
 
@@ -56,18 +53,19 @@ def begin_missing(local: LocalDeployment, *names: str) -> None:
             local.begin(name)
 
 
-def trained(local: LocalDeployment, name: str) -> Run:
+def trained(local: LocalDeployment) -> Run:
     """A run by the services of containers, attacked while it trains."""
     begin_missing(local, "serverapp", "supernode-0", "supernode-1")
-    local.commands[f"attack {name}"] = services(replace(local.addresses, run=name), 2)["attack"]
-    run, _ = local.deployment.begin(name, here=True)
+    run, _ = local.deployment.begin(RUN)
 
     def look_on() -> None:
-        local.check("superlink", "serverapp", "supernode-0", "supernode-1")
+        assert [
+            s for s in ("superlink", "serverapp", "supernode-0", "supernode-1") if local.status(s) is not None
+        ] == []
         if run.at_work("training"):
-            begin_missing(local, f"attack {name}")
+            begin_missing(local, "attack")
 
-    assert start(local.deployment, link(local.addresses), name, Interrupt(), look_on) == 0
+    assert start(local.deployment, local.superlink, RUN, Watching(look_on)) == 0
     return run
 
 
@@ -79,7 +77,7 @@ def refusal(local: LocalDeployment, name: str, command: tuple[str, ...]) -> str:
     local.commands[name] = command
     local.begin(name)
     wait_for(lambda: local.status(name) is not None, 90)
-    said = local.deployment.log(name).read_text()
+    said = local.log(name).read_text()
     assert ENTERED not in said and local.status(name) != 0
     return said
 
@@ -90,8 +88,8 @@ def changed(command: tuple[str, ...], option: str, value: str) -> tuple[str, ...
 
 
 def test_strangers_are_refused_and_who_is_known_is_not(linked: LocalDeployment, tmp_path: Path) -> None:
-    folder, port = linked.deployment.folder, linked.addresses.superlink[1]
-    mine = supernode(linked.addresses, 0)
+    folder, port = linked.deployment.folder, linked.port
+    mine = linked.commands["supernode-0"]
 
     write_node_key(tmp_path / "stranger")
     said = refusal(linked, "stranger", changed(mine, "--auth-supernode-private-key", str(tmp_path / "stranger")))
@@ -122,7 +120,7 @@ def test_strangers_are_refused_and_who_is_known_is_not(linked: LocalDeployment, 
 
     register(linked.deployment, f"127.0.0.1:{port}")  # once more changes nothing
     begin_missing(linked, "supernode-0")
-    known = linked.deployment.log("supernode-0")
+    known = linked.log("supernode-0")
     wait_for(lambda: ENTERED in known.read_text(), 60)
     assert linked.status("supernode-0") is None
 
@@ -136,7 +134,7 @@ def by_example(ledger: Ledger) -> dict[tuple[object, ...], float]:
 
 def test_a_deployment_trains_what_a_simulation_of_its_seed_trains(linked: LocalDeployment, tmp_path: Path) -> None:
     """Two clients with files of their own, which grade the attacks: the same updates, bit for bit."""
-    run = trained(linked, "alone")
+    run = trained(linked)
     simulated = create_run(run.scenario(), tmp_path / "simulated")
     in_memory.train(simulated)
     with run.ledger() as ours, simulated.ledger() as theirs:

@@ -61,7 +61,7 @@ def foreign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Depl
     )
     told = capsys.readouterr().out
     before = cli._parser("deploy").parse_args(
-        ["deploy", "--allow", "one", "up", str(folder), "--local", "--allow", "two"]
+        ["deploy", "--allow", "one", "init", str(folder), "--clients", "3", "--allow", "two"]
     )
     assert [*before.allow, *before.allow_too] == ["one", "two"], "before the action and after it"
     assert 'allow = ["mynets"]' in told and f"{folder}/clients/*/client.toml" in told

@@ -12,7 +12,6 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.leakage import leakage
 from fedgauge.server.views.snapshot import Jobs, RunSnapshot
-from fedgauge.simulations.live.view import leaks_by_round
 from tests.simulations.live.conftest import PLAN, TABLES, intake, work
 from tests.small_runs import scores_of
 
@@ -30,7 +29,7 @@ def test_increments_add_up_to_the_whole(ledger: Ledger, run: Run) -> None:
             for _ in range(9):
                 work(ledger, psnr, waves=1, crash=rng.random() < 0.2)
                 with reading.now():
-                    found = {(k.attack, k.round): k for k in leaks_by_round(reading)}
+                    found = {(k.attack, k.round): k for k in reading.leakage("psnr") if k.round is not None}
         assert ledger.lease() is None, "three attacks on five clients in waves of two: nine waves"
     assert found == {(k.attack, k.round): k for k in leakage(scores_of(ledger), "psnr") if k.round is not None}
 
@@ -47,7 +46,7 @@ def test_rows_written_during_a_reading_are_not_lost(ledger: Ledger, run: Run) ->
                 versions.add(reading.version)
         own.set_trace_callback(None)
         with reading.now():
-            assert [leak.n for leak in leaks_by_round(reading)] == [10] * 6 * (3 + 2)
+            assert [leak.n for leak in reading.leakage("psnr") if leak.round is not None] == [10] * 6 * (3 + 2)
         assert len(versions) > 2
 
 

@@ -14,22 +14,21 @@ from fedgauge.server.views.leakage import leakage_of_all
 from fedgauge.server.views.snapshot import RunSnapshot, read_once
 from fedgauge.server.views.strength import best_of
 from fedgauge.simulations.cli.main import main
-from fedgauge.simulations.live.view import Events, Lines, LiveLine, View, progress_line, view_of
+from fedgauge.simulations.live.view import Lines, LiveLine, View, progress_line, view_of
 from tests.simulations.live.conftest import Clock, begun, intake
 from tests.small_runs import scores_of
 
 
 def test_who_looks_decides_on_the_view(taped: Run) -> None:
-    def kind(log: Any, **given: Any) -> type[View]:
+    def kind(quiet: bool = False, **given: Any) -> type[View]:
         console = Console(**{"file": io.StringIO(), "legacy_windows": False, "_environ": {}, **given})
-        with view_of(taped, console, log).shown() as view:
+        with view_of(taped, console, quiet).shown() as view:
             return type(view)
 
-    assert kind("auto", force_terminal=True) is LiveLine
-    assert kind("auto", force_terminal=True, _environ={"TERM": "dumb"}) is Lines
-    assert kind("auto") is Lines
-    assert kind("quiet", force_terminal=True) is View
-    assert kind("json", force_terminal=True) is Events
+    assert kind(force_terminal=True) is LiveLine
+    assert kind(force_terminal=True, _environ={"TERM": "dumb"}) is Lines
+    assert kind() is Lines
+    assert kind(True, force_terminal=True) is View
 
 
 def test_a_line_says_what_it_counts_and_what_it_waits_for(
@@ -111,3 +110,17 @@ def test_quiet_says_nothing_but_where_the_results_are(taped: Run, capsys: pytest
     told = capsys.readouterr()
     assert told.err == ""
     assert told.out == f"report: {taped.folder / 'report.html'}\n{taped.folder}\n"
+
+
+def test_failures_are_reported_to_the_quiet(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = sorted((taped.folder / "tape").glob("round-00002-client-*"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert main(["audit", str(taped.folder), "--log", "quiet"]) == 1
+    told = capsys.readouterr().err
+    assert "4 of 16 attacks" in told and damaged.name in told
+
+
+def test_a_replay_that_fails_is_reported_to_the_quiet(taped: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    (taped.folder / "scenario.toml").write_text((taped.folder / "scenario.toml").read_text().replace("0.1", "0.2"))
+    assert main(["audit", str(taped.folder), "--log", "quiet"]) == 1
+    assert "the learning rate" in capsys.readouterr().err

