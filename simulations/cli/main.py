@@ -43,7 +43,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "compare": "show the figures of several files of the same table in columns (needs a clone).",
     },
     "cli.deploy_commands": {
-        "deploy": "a federation of real processes, each client its own, here or in containers.",
+        "deploy": "write the folder of a federation in containers, each client its own with TLS and a key.",
     },
     "cli.housekeeping_commands": {
         "runs": "list the runs under runs/, newest first.",

@@ -1,5 +1,6 @@
 """What a deployment survives: with Flower's real processes, TLS and keys."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ def reached(deployment: Deployment, round: int) -> bool:
 def train(local: LocalDeployment, faults: dict[int, tuple[str, ...]]) -> int | None:
     """Train the run with every service, of which some are killed once a round is over; returns the exit status.
 
-    What died is started again, as Docker does; but the SuperLink is not.
+    What died is started again, as Docker does; but the SuperLink and `start` are not.
     """
     restarted = [name for name in local.commands if name.startswith("supernode")][:2]
     local.listen()
@@ -67,9 +68,9 @@ def train(local: LocalDeployment, faults: dict[int, tuple[str, ...]]) -> int | N
 
 @pytest.mark.full
 def test_one_run_through_many_faults_ends_complete(deployment: Deployment) -> None:
-    """A client and the attack service are killed, then the SuperLink; a second start continues."""
+    """A client and the attack service are killed, then the SuperLink and `start`; another start continues."""
     with closing(LocalDeployment(deployment)) as first:
-        assert train(first, {1: ("supernode-1", "attack"), 2: ("superlink",)}) == 1, first.log("start").read_text()
+        assert train(first, {1: ("supernode-1", "attack"), 2: ("superlink", "start")}) == -signal.SIGKILL
     assert processes.marked(first.mark) == []
     with closing(LocalDeployment(deployment)) as second:
         assert train(second, {}) == 0, second.log("start").read_text()
@@ -109,8 +110,9 @@ def cluster(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> Iterator
     with closing(LocalDeployment(deployment)) as local:
         usual = local.environment
         monkeypatch.setattr(local, "environment", lambda name: usual(name) | access(local))
-        local.begin("ray-head", "ray-worker")
+        local.begin("ray-head")
         wait_for(lambda: listens(local.head), 60)
+        local.begin("ray-worker")
         yield local
 
 
