@@ -6,7 +6,6 @@ knows less cannot do better on average, whatever the distribution. No derivative
 little noise the N images are distinguishable, and the bound is useless.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -80,10 +79,10 @@ def bayes_error(updates: Tensor, x: Tensor, noise: UpdateDistribution, rng: Gene
     """
     x, count = x.double(), len(x)
     draws = DRAWS
-    if noise.sigma > 0 and not noise.signed:  # only the distances matter, and they fit into N dimensions
+    if noise.sigma > 0:  # only the distances matter, and they fit into N dimensions
         rows = _isometric(updates) / noise.sigma
     else:
-        rows = updates.double() / (noise.sigma or noise.scale)
+        rows = updates.double() / noise.scale
         draws = max(1, min(DRAWS, WORK // (count * rows.numel())))
     left = torch.zeros((), dtype=torch.float64)
     for _ in range(draws):
@@ -113,18 +112,6 @@ def _noise(rows: Tensor, noise: UpdateDistribution, rng: Generator) -> Tensor:
 
 def _log_likelihood(seen: Tensor, rows: Tensor, noise: UpdateDistribution) -> Tensor:
     """(N, N) of each update as seen, by each candidate, up to a constant of the update."""
-    if not noise.signed:
-        normal = noise.sigma > 0
-        distance = torch.cdist(seen, rows, p=2.0 if normal else 1.0, compute_mode="donot_use_mm_for_euclid_dist")
-        return -distance.square() / 2 if normal else -distance
-    up = (seen > 0).to(rows.dtype)
-    return up @ _log_above(rows, noise).T + (1 - up) @ _log_above(-rows, noise).T
-
-
-def _log_above(value: Tensor, noise: UpdateDistribution) -> Tensor:
-    """The log probability that a value with noise of width 1 is above 0."""
-    if noise.sigma > 0:
-        above: Tensor = torch.special.log_ndtr(value)
-        return above
-    tail = -value.abs() - math.log(2)
-    return torch.where(value > 0, torch.log1p(-tail.exp()), tail)
+    normal = noise.sigma > 0
+    distance = torch.cdist(seen, rows, p=2.0 if normal else 1.0, compute_mode="donot_use_mm_for_euclid_dist")
+    return -distance.square() / 2 if normal else -distance

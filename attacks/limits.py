@@ -46,21 +46,13 @@ CHUNK = 64  # directions, or images, computed together
 PROBE = 4096  # entries of the test update that shows whether a link chooses what it drops
 
 
-def known_noise(chain: Chain) -> tuple[Chain, UpdateDistribution] | None:
-    """Return the chain that F describes without its noise, and that noise; None without noise of a known density.
-
-    The chain ends before a sign: the server observes the signs of its noisy output, and later links only change the scale.
-    """
-    whole = chain.update_distribution
+def known_noise(chain: Chain) -> UpdateDistribution | None:
+    """Return the chain's noise; None without noise of a known density, or where only its sign is seen."""
+    noise = chain.update_distribution
     if any(isinstance(link, BatchTransform) for link in chain.links):
         return None  # the noisy update is computed from other examples, which no prior here describes
-    if whole is None or not whole.noisy or any(_chooses(link) for link in chain.links):
-        return None
-    for i in range(len(chain.links)):
-        so_far = Chain(chain.links[: i + 1]).update_distribution
-        if so_far is not None and so_far.signed:
-            return Chain(chain.links[:i]), so_far
-    return chain, whole
+    known = noise is not None and noise.noisy and not noise.signed and not any(map(_chooses, chain.links))
+    return noise if known else None
 
 
 def noise_is_known(fed: Federation) -> bool:
@@ -89,29 +81,11 @@ def precision(noise: UpdateDistribution) -> Precision:
     """Fisher information about each entry of the noise-free update, averaged over unknown masks.
 
     Args:
-        noise: normal or Laplace (1 / b^2 for location), possibly before a mask or a sign.
+        noise: normal or Laplace (1 / b^2 for location), possibly before a mask.
     """
     # entries under a known mask are constant in x, others are visible with probability shrink
-    visible = noise.shrink if noise.sparse else 1.0
-    return lambda expected: {
-        k: visible * _weight(t / noise.shrink, noise) / noise.shrink**2 for k, t in expected.items()
-    }
-
-
-def _weight(value: Tensor, noise: UpdateDistribution) -> Tensor:
-    """Information about a value from its noisy version, or from that version's sign."""
-    width = noise.sigma or noise.scale
-    if not noise.signed:
-        return torch.full_like(value, width**-2)
-    u = value.double() / width
-    if noise.sigma > 0:  # density^2 / (below * above), in logarithms: both tails underflow
-        tails = torch.special.log_ndtr(u) + torch.special.log_ndtr(-u)
-        found = (-u.square() - math.log(2 * math.pi) - tails).exp()
-    else:
-        tail = (-u.abs()).exp() / 2
-        found = tail / (1 - tail)
-    weight: Tensor = found / width**2
-    return weight.to(value.dtype)
+    visible, width = noise.shrink if noise.sparse else 1.0, noise.sigma or noise.scale
+    return lambda expected: {k: visible * torch.full_like(t, width**-2) / noise.shrink**2 for k, t in expected.items()}
 
 
 def block_traces(
@@ -167,8 +141,7 @@ def observed(known: Knowledge) -> tuple[UpdateFn, UpdateDistribution]:
         dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0
         if dropout or isinstance(module, StochasticLayer):
             raise ValueError(f"layer {name!r} draws random numbers, so the update's density is not known")
-    part, noise = found
-    return part.mean(gradient(known.model, known.loss, normalise=known.normalise)), noise
+    return known.chain.mean(gradient(known.model, known.loss, normalise=known.normalise)), found
 
 
 def bayes_limit(known: Knowledge, params: Params, priors: Sequence[ClassPrior], rng: Generator) -> float:

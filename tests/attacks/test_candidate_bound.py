@@ -25,14 +25,12 @@ from fedgauge.client.rng import generator
 from fedgauge.client.transforms import UpdateDistribution
 from fedgauge.client.update import Batch
 from fedgauge.defenses.noise import gaussian, laplace
-from fedgauge.defenses.sign import sign
 from tests.theory.gaussian_world import covariance_of, gaussian_of, van_trees
 
 World = Callable[[int, Generator], Batch]
 LINKS = {
     "normal": lambda width: chain(gaussian(width), local_sgd(1.0)),
     "laplace": lambda width: chain(laplace(width), local_sgd(1.0)),
-    "sign": lambda width: chain(gaussian(width), sign(), local_sgd(1.0)),
 }
 
 
@@ -78,7 +76,6 @@ def posterior_means(known: Knowledge, wave: Wave, y: Tensor, of: Batch) -> Tenso
     expected, seen = one(of.x, of.y), wave.update
     rows = torch.cat([t.flatten(1) for t in expected.values()], 1).double()
     points = torch.cat([t.flatten(1) for t in seen.values()], 1).double()
-    points = -points if noise.signed else points  # local training behind the sign turns it round
     width = noise.sigma or noise.scale
     fits = bounds._log_likelihood(points / width, rows / width, noise)
     fits = fits.masked_fill(of.y[None] != y[:, None], -math.inf)
@@ -86,7 +83,7 @@ def posterior_means(known: Knowledge, wave: Wave, y: Tensor, of: Batch) -> Tenso
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("noise", ["normal", "laplace", "sign"])
+@pytest.mark.parametrize("noise", ["normal", "laplace"])
 @pytest.mark.parametrize("world", [two_points, mixture, uniform, sparse])
 @pytest.mark.parametrize("width", [0.03, 0.2, 1.0])
 def test_no_attack_or_baseline_exceeds_the_bound(
@@ -152,20 +149,6 @@ def test_the_error_of_two_candidates_is_the_integral(
         wide = torch.zeros(2, 50)
         wide[:, 7] = updates[:, 0] + 9
         assert bayes_error(wide, x, noise, generator("two")) == pytest.approx(found, rel=0.1)
-
-
-@pytest.mark.parametrize(("noise", "law"), [
-    (UpdateDistribution(sigma=0.7, signed=True), scipy.stats.norm),
-    (UpdateDistribution(scale=0.7, signed=True), scipy.stats.laplace),
-])  # fmt: skip
-def test_the_error_of_two_candidates_behind_a_sign_is_a_coins(
-    noise: UpdateDistribution, law: scipy.stats.rv_continuous, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bounds, "DRAWS", 4000)
-    updates, x = torch.tensor([[0.7], [-0.7]]), torch.tensor([[1.0], [-1.0]])
-    chance = float(law.cdf(1.0))  # that the sign is the true one; the guess is 2 chance - 1 then
-    found = bayes_error(updates, x, noise, generator("coin"))
-    assert found == pytest.approx(4 * chance * (1 - chance), rel=1e-6), "equal behind either sign"
 
 
 def test_the_gaussian_estimate_is_no_bound_for_two_images() -> None:

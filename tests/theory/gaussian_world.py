@@ -155,8 +155,8 @@ def mean_information(world: GaussianWorld) -> Tensor:
     links = chain(noise.gaussian(1.0), local_sgd(1.0))
     results = known_noise(links)
     assert results is not None
-    forward = results[0].mean(gradient(world.model, normalise=world.known(links).normalise))
-    weigh = precision(results[1])
+    forward = links.mean(gradient(world.model, normalise=world.known(links).normalise))
+    weigh = precision(results)
     total = torch.zeros(world.x.shape[1], world.x.shape[1], dtype=torch.float64)
     for x, y in zip(world.pixels(), world.y, strict=True):
         total += fisher(forward, world.params, Batch(x, y[None]), weigh)
