@@ -180,10 +180,9 @@ class Knowledge:
 
     def to(self, device: torch.device) -> "Knowledge":
         """The same with its tensors on a device; the model and the chain stay where they are."""
-        moved = replace(self, labels=_moved(self.labels, device), lengths=_moved(self.lengths, device))
-        if self.auxiliary is not None:
-            moved = replace(moved, auxiliary=Batch(self.auxiliary.x.to(device), self.auxiliary.y.to(device)))
-        return moved
+        labels, lengths = (_moved(t, device) for t in (self.labels, self.lengths))
+        auxiliary = None if self.auxiliary is None else Batch(*(t.to(device) for t in self.auxiliary))
+        return replace(self, labels=labels, lengths=lengths, auxiliary=auxiliary)
 
     def alone(self, k: int) -> "Knowledge":
         """The same of only the k-th observation: its labels and lengths, if they are given."""

@@ -72,8 +72,8 @@ class LayerCall:
 
 
 @dataclass(frozen=True, eq=False)
-class InputLayer:
-    """A layer that reads the example itself, up to a reshape and a fixed scale and shift of each value.
+class InputLayer(LayerCall):
+    """The call of a layer that reads the example itself, up to a reshape and a fixed scale and shift of each value.
 
     Args:
         scale, shift: of each value, in the shape of an example.
@@ -82,20 +82,11 @@ class InputLayer:
         only: True if no other call contributes to the gradient of the layer's parameters.
     """
 
-    call: LayerCall
     scale: Tensor
     shift: Tensor
     follows: tuple[LayerCall, ...]
     relu: bool
     only: bool
-
-    @property
-    def name(self) -> str:
-        return self.call.name
-
-    @property
-    def dense(self) -> bool:
-        return self.call.dense
 
     def read(self, x: Tensor) -> Tensor:
         """The layer's input, computed from the network's input (..., *shape), in the same shape."""
@@ -193,12 +184,12 @@ def dense_input_layer(model: nn.Module, shape: Sequence[int], biased: bool = Tru
         ValueError: there is none, it has no bias or no ReLU, as asked, or its parameters are used elsewhere as well.
     """
     layers = input_layers(model, shape)
-    dense = sorted((layer for layer in layers if layer.dense), key=lambda own: (not own.call.bias, not own.relu))
+    dense = sorted((layer for layer in layers if layer.dense), key=lambda own: (not own.bias, not own.relu))
     if not dense:
         found = f"; {layers[0].name!r} is a convolution" if layers else ""
         raise ValueError(f"no fully connected layer reads the example itself{found}")
     faults = {
-        "has no bias, which would give the images' scale": biased and not dense[0].call.bias,
+        "has no bias, which would give the images' scale": biased and not dense[0].bias,
         "has parameters that are used more than once in a forward pass": not dense[0].only,
         "has no ReLU behind it, so its error signals have no zeros": relu and not dense[0].relu,
     }
@@ -321,14 +312,14 @@ def _input_layer(
     if not bool((scale.abs() > SAME).all()) or not close(read, x * scale + shift):
         return None
     if not call.dense:
-        return InputLayer(call, scale, shift, follows, False, False)
+        return InputLayer(**vars(call), scale=scale, shift=shift, follows=follows, relu=False, only=False)
     wanted = [call.output, *(params[name] for name in (call.weight, call.bias) if name)]
     signal, *by = torch.autograd.grad(total, wanted, retain_graph=True, materialize_grads=True)
     expected = (signal.T @ call.input, signal.sum(0))
     only = all(close(a, b) for a, b in zip(by, expected, strict=False))
     off = call.output < 0
     relu = bool(off.any()) and not bool(signal[off].any()) and bool(signal.any())
-    return InputLayer(call, scale, shift, follows, relu, only)
+    return InputLayer(**vars(call), scale=scale, shift=shift, follows=follows, relu=relu, only=only)
 
 
 def activation_between(below: LayerCall, above: LayerCall) -> str:

@@ -27,7 +27,7 @@ class analytic(ClosedForm):
     def reader(self, wave: Wave, known: Knowledge) -> Reader:
         check_one_example(known)
         reads = dense_input_layer(known.model, known.shape, biased=False)
-        layers = [reads.call]  # up to the first one with a bias
+        layers: list[LayerCall] = [reads]  # up to the first one with a bias
         for above in reads.follows:
             if layers[-1].bias:
                 break

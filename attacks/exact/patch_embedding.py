@@ -59,7 +59,7 @@ class Patches:
         x = torch.rand(1, *known.shape, generator=generator("an image of noise"))
         weights = {k: p.detach().to(x).requires_grad_() for k, p in params.items()}
         logits, calls = called(known.model, weights, known.normalise(x))
-        stored = [call.output for call in calls if call.weight == reads.call.weight]
+        stored = [call.output for call in calls if call.weight == reads.weight]
         with torch.enable_grad():
             inside, *by_weight = torch.autograd.grad(
                 known.loss(logits, torch.zeros(1, dtype=torch.int64)),
@@ -76,7 +76,7 @@ class Patches:
             rows = gradient.reshape(-1, width)
             for first in {len(rows) - len(signal), 0}:  # class tokens stand before the patches or behind them
                 if first >= 0 and len(rows) >= len(signal) and _same(rows[first : first + len(signal)], signal):
-                    height, width = params[reads.call.weight].shape[2:]
+                    height, width = params[reads.weight].shape[2:]
                     return cls(reads, name, first, (high, wide), (height, width))
         raise ValueError(f"no learnt position is added to each patch behind {layer!r}")
 
@@ -105,7 +105,7 @@ class Patches:
 def patches_read(model: nn.Module, shape: Sequence[int]) -> InputLayer:
     layers = [layer for layer in input_layers(model, shape) if not layer.dense]
     for layer in layers:
-        size, given = tuple(model.get_parameter(layer.call.weight).shape[2:]), layer.call.settings
+        size, given = tuple(model.get_parameter(layer.weight).shape[2:]), layer.settings
         stride, padding, dilation = (
             _pair(given.get(k, d)) for k, d in (("stride", 1), ("padding", 0), ("dilation", 1))
         )
@@ -143,7 +143,7 @@ def _prior(known: Knowledge, patches: Patches) -> tuple[Tensor, Tensor]:
 
 def _read(patches: Patches, mean: Tensor, root: Tensor, alone: Wave, known: Knowledge) -> Reconstruction:
     update = alone.alone(0)
-    weight = -update[patches.reads.call.weight].double().flatten(1)  # (m, n)
+    weight = -update[patches.reads.weight].double().flatten(1)  # (m, n)
     rows = -update[patches.positions].double().reshape(-1, len(weight))
     signal = rows[patches.first : patches.first + patches.count]  # D (N, m)
     left, values, right = torch.linalg.svd(signal.T @ root, full_matrices=False)

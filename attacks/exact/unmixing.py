@@ -135,7 +135,7 @@ class _Unmixing(EachByItself):
         self, layer: InputLayer, budget: Budget, rng: Generator, clock: Deadline, alone: Wave, known: Knowledge
     ) -> Reconstruction:
         params, update = alone.params, alone.alone(0)
-        weight, bias = (-update[name].double() for name in (layer.call.weight, layer.call.bias))
+        weight, bias = (-update[name].double() for name in (layer.weight, layer.bias))
         mixture = _Mixture(weight, bias, known.batch_size, self.tolerant)
         unproven = "" if mixture.exact else "the update holds noise"
         if not unproven and known.chain.slice_of(mixture.size) < mixture.size:
@@ -172,7 +172,7 @@ class _Unmixing(EachByItself):
 def _labels(x: Tensor, signals: Tensor, params: Params, layer: InputLayer, known: Knowledge) -> Tensor:
     """Labels (B, ...): for each example the one with the error signal in the first layer nearest to the recovered one (B, m)."""
     kind, fed = known.label_kind, known.normalise(x)
-    weights = {k: p.detach().requires_grad_(k == layer.call.weight) for k, p in params.items()}
+    weights = {k: p.detach().requires_grad_(k == layer.weight) for k, p in params.items()}
     outputs, (own, *_) = called(known.model, weights, fed)
     fits, every = [], kind.candidates(known.classes).to(x.device)
     for y in every:

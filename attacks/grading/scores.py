@@ -95,13 +95,9 @@ def ungraded_rows(
         other: the client of the baseline wrong_client(attack), where there is one.
         metric: the main one.
     """
-
-    def row(client: int, attack: str, example: int, metric: str, value: float | None) -> ScoreRecord:
-        return ScoreRecord(round, client, attack, example, metric, value, result.status, result.seconds)
-
-    objective = result.objective if math.isfinite(result.objective) else None
-    rows = [row(client, attack, WHOLE_BATCH, OBJECTIVE, objective)]
+    spent, objective = (result.status, result.seconds), result.objective if math.isfinite(result.objective) else None
+    rows = [ScoreRecord(round, client, attack, WHOLE_BATCH, OBJECTIVE, objective, *spent)]
     graded = [(client, attack), *([] if other is None else [(other, wrong_client(attack))])]
     if not came_back(result.x):
-        rows += [row(whose, name, i, metric, None) for whose, name in graded for i in range(examples)]
+        rows += [ScoreRecord(round, *of, i, metric, None, *spent) for of in graded for i in range(examples)]
     return rows

@@ -181,9 +181,8 @@ class _Path:
         layers = input_layers(known.model, known.shape)
         if not layers or layers[0].dense:
             raise ValueError("no convolution reads the image itself")
-        stages = [
-            (conv, activation_between(conv, above)) for conv, above in pairwise([layers[0].call, *layers[0].follows])
-        ]
+        calls = pairwise([layers[0], *layers[0].follows])
+        stages = [(conv, activation_between(conv, above)) for conv, above in calls]
         for conv, _ in stages:
             rows, columns, *kernel = known.model.get_parameter(conv.weight).shape
             keeps = not conv.dense and kernel[0] % 2 and conv.output.shape[2:] == conv.input.shape[2:]
