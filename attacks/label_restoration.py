@@ -130,14 +130,11 @@ def auto(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
 
 
 def idlg(update: Update, params: Params, known: Knowledge, dummies: "Dummies | None" = None) -> Tensor:
-    """Return the label (1,) of a single example: the only class with a negative logit gradient (Zhao et al., 2020).
+    """Return the label (1,) of a single example: the only class with a negative logit gradient (iDLG, Zhao et al., 2020).
 
     The bias gradient p_i - [i = y] is negative for the true class only. Without a bias, or if a defense dropped some of it,
     the weight gradient decides: by row sums for nonnegative features, else by the rows' norms, since |p_y - 1| is the sum
     of all other p_i.
-
-    Reference:
-        Zhao, Mopuri and Bilen, iDLG: improved deep leakage from gradients, 2020, arXiv 2001.02610.
     """
     weight, bias = _gradient(update, known)
     if not _telling(weight, bias):

@@ -85,11 +85,7 @@ class FederationSource:
 
 @dataclass(frozen=True, eq=False)
 class PublicSource(FederationSource):
-    """Stand-in clients that hold public examples, numbered from 0: no client's data is touched. Of a secure sum each is a group.
-
-    Args:
-        count: number of clients.
-    """
+    """Stand-in clients that hold public examples, numbered from 0: no client's data is touched. Of a secure sum each is a group."""
 
     count: int = 1
 

@@ -100,9 +100,6 @@ class InputLayer(LayerCall):
 def input_layers(model: nn.Module, shape: Sequence[int]) -> tuple[InputLayer, ...]:
     """The fully connected layers and convolutions that read the example itself, in the order of their calls.
 
-    Args:
-        shape: of an example.
-
     Raises:
         ValueError: the model fails on made-up examples of this shape.
     """

@@ -24,11 +24,7 @@ NO_DERIVATIVE = (  # on the card of an attack that cannot move
 
 
 def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "honest server") -> str:
-    """The threat model in words; of a limit, the assumptions that it bounds.
-
-    Args:
-        server: what the server does, in words.
-    """
+    """The threat model in words; of a limit, the assumptions that it bounds."""
     modality = modality_of(fed.shards.dataset)
     auxiliary = modality.auxiliary(planned.images(), len(fed.shards.auxiliary))
     if planned.role == "baseline":

@@ -9,9 +9,6 @@ The server has the weights theta that it sent, and the update:
 - Half precision in the passes (autocast), or a little noise, leaves small sums.
 - Adam's first step is rate * g / (|g| + eps): all entries with a gradient have nearly one size. A sign looks the same,
   and so do first steps of RMSprop and Adagrad. Later steps differ, and leave an update that is unexplained.
-
-In 96 random federations no honest update was called another training, and Adam was distinguished from SGD
-(tests/attacks/grading/test_evidence_counts.py).
 """
 
 from dataclasses import dataclass, replace

@@ -45,9 +45,6 @@ class ClassNormals:
     Args:
         images: auxiliary examples (N, C, ...) with labels.
         classes: their number.
-
-    Raises:
-        ValueError: no class has two different examples.
     """
 
     def __init__(self, images: Batch, classes: int):

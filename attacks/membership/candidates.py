@@ -99,11 +99,7 @@ class MembershipTest:
         return rows + self._relative(HELD, scores, outside, client, self._labels[own])
 
     def over_rounds(self, scores: Tensor, clients: Sequence[int]) -> tuple[Rows, Memories]:
-        """By client, the rows of its highest scores so far, those against another client's data, and what is remembered.
-
-        Args:
-            scores: (K, N) of this round's updates.
-        """
+        """By client, the rows of its highest scores so far (K, N), those against another client's data, and what is remembered."""
         found, after = Rows(), Memories()
         strangers = -1 - torch.arange(len(self.strangers.y))
         now = torch.cat([self.rows, strangers])
