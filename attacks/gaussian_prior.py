@@ -66,12 +66,8 @@ class GaussianPrior:
         low, high = float(logs.min()), float(logs.max())
         step = (high - low) / count or 1.0
         label = ((logs - low) / step).long().clamp(max=count - 1)
-        parts = [torch.nonzero(label == b).flatten() for b in range(count)]
-        found = [
-            VarianceBlock(self.axes[i], self.axes, len(i), float((1 / self.variances[i]).sum()))
-            for i in parts
-            if len(i) > 0
-        ]
+        parts = [torch.nonzero(label == b).flatten() for b in label.unique()]
+        found = [VarianceBlock(self.axes[i], self.axes, len(i), float((1 / self.variances[i]).sum())) for i in parts]
         left = len(self.mean) - len(self.axes)
         return found + ([VarianceBlock(None, self.axes, left, left / self.rest)] if left else [])
 

@@ -117,10 +117,8 @@ def auto(update: Update, params: Params, known: Knowledge, dummies: "Dummies | N
     signed = known.chain.local.adaptive or (noise is not None and noise.signed)
     if bias is None or not _whole(bias) or signed:
         return llg(update, params, known, dummies)
-    taken_once = (
-        known.chain.local.gradients(known.batch_size) * known.chain.slice_of(known.batch_size) <= known.batch_size
-    )
-    if taken_once or known.chain.parts > 1:
+    size, chain = known.batch_size, known.chain
+    if chain.local.gradients(size) * chain.slice_of(size) <= size or chain.parts > 1:  # every example is taken once
         return ilrg(update, params, known)
     labels = ilrg(update, params, known, averaged=True)
     before, after = _systems(update, params, known)
@@ -373,9 +371,8 @@ def literal(update: Update, params: Params, known: Knowledge) -> bool:
     size = torch.stack([_exact(t).square().sum() for t in update.values()]).sum().sqrt()
     entries = sum(t.numel() for t in update.values())
     entry = float(size) / known.scale * known.batch_size / entries**0.5
-    probe = {
-        k: torch.linspace(0.9, 1.1, t.numel(), dtype=torch.float64).view(t.shape) * entry for k, t in update.items()
-    }
+    nearly_one = {k: torch.linspace(0.9, 1.1, t.numel(), dtype=torch.float64) for k, t in update.items()}
+    probe = {k: nearly_one[k].view(t.shape) * entry for k, t in update.items()}
     batch = Batch(torch.zeros(known.batch_size, *known.shape), torch.zeros(known.batch_size, dtype=torch.int64))
     passed = known.chain.mean(lambda params, batch, rng: probe)(params, batch, None)
     return all(torch.allclose(passed[k], -known.scale * g, rtol=1e-4, atol=0.0) for k, g in probe.items())

@@ -182,8 +182,9 @@ def _draws(
     for i in range(count):
         chosen = torch.randint(len(x), (known.batch_size,), generator=rng)
         place = int(torch.randint(known.batch_size, (1,), generator=rng))
+        uniform = i % 2 == 0
         one = int(
-            torch.multinomial(errors, 1, generator=rng) if i % 2 else torch.randint(len(own), (1,), generator=rng)
+            torch.randint(len(own), (1,), generator=rng) if uniform else torch.multinomial(errors, 1, generator=rng)
         )
         chosen[place] = own[one]
         yield Batch(x[chosen], y[chosen]), place, 2 / (1 + float(errors[one] / errors.mean()))

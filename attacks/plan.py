@@ -248,9 +248,7 @@ class AttackPlan(Checked):
         """
         looking = next((p for p in self.attacks if p.watched), None)
         watched = {c for c in seen if looking is not None and c in looking.watched}
-        attacked = (
-            {c for c in seen if self.clients is None or c in self.clients} if self.attacks_round(round) else set()
-        )
+        attacked = {c for c in seen if self.attacks_round(round) and (self.clients is None or c in self.clients)}
         if planned is None:
             return sorted(attacked | watched)
         if planned.watched:
@@ -285,9 +283,6 @@ def modalities_of(use: str) -> list[type[Modality]]:
 
 def describe(value: Any) -> str:
     """Write a component table on one line, for tables and threat-model cards."""
-    arguments = ", ".join(
-        f"{k}={describe(v) if isinstance(v, dict) and 'use' in v else v}"
-        for k, v in value.items()
-        if k not in ("use", "each")
-    )
+    own = {k: v for k, v in value.items() if k not in ("use", "each")}
+    arguments = ", ".join(f"{k}={describe(v) if isinstance(v, dict) and 'use' in v else v}" for k, v in own.items())
     return f"{'each ' if value.get('each') else ''}{str(value['use']).split(':')[-1]}({arguments})"

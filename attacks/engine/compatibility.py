@@ -178,10 +178,8 @@ def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, 
 
 
 def _undifferentiable(error: Exception) -> Problem:
-    why = f"cannot be differentiated twice ({error_line(error)})"
-    return Problem(
-        "derivative", "the model", why, "replace the layer or loss, or use an attack that needs no derivative"
-    )
+    why, remedy = f"cannot be differentiated twice ({error_line(error)})", "replace the layer or loss"
+    return Problem("derivative", "the model", why, f"{remedy}, or use an attack that needs no derivative")
 
 
 # ------------------------------------------------------------------------------------------------------- differentiation

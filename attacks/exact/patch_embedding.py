@@ -61,11 +61,8 @@ class Patches:
         logits, calls = called(known.model, weights, known.normalise(x))
         stored = [call.output for call in calls if call.weight == reads.weight]
         with torch.enable_grad():
-            inside, *by_weight = torch.autograd.grad(
-                known.loss(logits, torch.zeros(1, dtype=torch.int64)),
-                [stored[0], *weights.values()],
-                materialize_grads=True,
-            )
+            loss = known.loss(logits, torch.zeros(1, dtype=torch.int64))
+        inside, *by_weight = torch.autograd.grad(loss, [stored[0], *weights.values()], materialize_grads=True)
         _, width, high, wide = stored[0].shape
         if len(stored) != 1 or not bool(inside.any()):
             raise ValueError(f"no gradient of one call of {layer!r} at these weights: they reveal no image")

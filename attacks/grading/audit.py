@@ -201,9 +201,8 @@ class Auditor:
         streams = [self.stream(planned, wave.round, client) for client in wave.clients]
         started = time.perf_counter()
         if blurred := blurred_correction(known, attack):
-            return [
-                (result, memories.get(c)) for c, result in zip(wave.clients, not_applicable(wave, blurred), strict=True)
-            ]
+            declined = not_applicable(wave, blurred)
+            return [(result, memories.get(c)) for c, result in zip(wave.clients, declined, strict=True)]
         tuned = ""
         if planned.tune == "shadow":
             observations = len(self.federation.protocol.groups)
@@ -214,15 +213,11 @@ class Auditor:
                 tuned = f"not tuned: {error}"
         before = [_on(memories.get(client, {}), wave.device) for client in wave.clients]
         returned, after = attack.advance(wave, known, planned.budget, streams, before)
-        reconstructions = _checked(
-            returned, len(wave), self.source.auxiliary.x[:1].expand(known.batch_size, *known.shape)
-        )
-        possible = self.modality.possible
-        reconstructions = [
-            replace(r, x=possible(r.x)) if r.x is not None and came_back(r.x) else r for r in reconstructions
-        ]
+        like, possible = self.source.auxiliary.x[:1].expand(known.batch_size, *known.shape), self.modality.possible
+        checked = _checked(returned, len(wave), like)
+        checked = [replace(r, x=possible(r.x)) if r.x is not None and came_back(r.x) else r for r in checked]
         remembered = [_on(memory, CPU) if attack.is_stateful else None for memory in after]
-        results = [result.to(CPU) for result in reconstructions]
+        results = [result.to(CPU) for result in checked]
         seconds = (time.perf_counter() - started) / len(wave)
         return [
             (replace(result, seconds=seconds, reason="; ".join(filter(None, (tuned, result.reason)))), memory)

@@ -67,9 +67,8 @@ def _batch_norm(fed: Federation) -> str:
         return "BatchNorm in eval mode, statistics known"
     returned = fed.sends_buffers and fed.protocol.secure_sum is None
     known = returned and reveals_statistics(fed.model, fed.chain, fed.shards.batch_size)
-    return (
-        f"BatchNorm in train mode, the batch's statistics {'known from the returned buffers' if known else 'unknown'}"
-    )
+    statistics = "known from the returned buffers" if known else "unknown"
+    return f"BatchNorm in train mode, the batch's statistics {statistics}"
 
 
 def cannot_move(fed: Federation, planned: PlannedAttack) -> bool:

@@ -57,10 +57,8 @@ def _tuned(up: Tensor, down: Tensor, known: Knowledge) -> float:
     batches = min(len(public.x), max(size, TRIED)) // size
     x = public.x[: batches * size].flatten(1)
     above, below = x @ up.T, x @ down.T
-    alone = torch.stack(
-        [activated_alone((scale * above > below).view(-1, size, len(up))).float().mean() for scale in SCALES]
-    )
-    return float(SCALES[int(alone.argmax())])
+    on = ((scale * above > below).view(-1, size, len(up)) for scale in SCALES)
+    return float(SCALES[int(torch.stack([activated_alone(each).float().mean() for each in on]).argmax())])
 
 
 def activated_alone(on: Tensor) -> Tensor:

@@ -44,12 +44,10 @@ class leave_layer_out(Attack):
         if budget.iterations < len(trials):
             return not_applicable(wave, f"{len(trials)} layers to try are more than {budget.iterations} iterations")
         (each, rest), seconds = divmod(budget.iterations, len(trials)), budget.seconds and budget.seconds / len(trials)
-        found = [
-            self._without(
-                frozenset({name}), wave, known, replace(budget, iterations=each + (i < rest), seconds=seconds), streams
-            )
-            for i, name in enumerate(trials)
-        ]
+        found = []
+        for i, name in enumerate(trials):
+            share = replace(budget, iterations=each + (i < rest), seconds=seconds)
+            found.append(self._without(frozenset({name}), wave, known, share, streams))
         return found[0] if len(found) == 1 else [_nearest(k, wave, known, trials, found) for k in range(len(wave))]
 
     def _without(

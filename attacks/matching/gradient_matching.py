@@ -125,12 +125,11 @@ class GradientMatching(Attack):
             return y.repeat_interleave(restarts, 0)
         drawn = [stream("assignments", 0) for stream in streams]
         values, which = zip(*(own.unique(dim=0, return_inverse=True) for own in y), strict=True)
-        orders = [
-            labelling.assignments(own, size, restarts, rng, epochs) for own, rng in zip(which, drawn, strict=True)
-        ]
-        return torch.cat(
-            [own[order[torch.arange(restarts) % len(order)]] for own, order in zip(values, orders, strict=True)]
-        )
+        found = []
+        for own, numbers, rng in zip(values, which, drawn, strict=True):
+            order = labelling.assignments(numbers, size, restarts, rng, epochs)
+            found.append(own[order[torch.arange(restarts) % len(order)]])
+        return torch.cat(found)
 
     def _batch_limiter(self, problems: Problems, variables: Variables) -> BatchLimiter:
         x, units = variables["x"], problems.units

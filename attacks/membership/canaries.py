@@ -98,9 +98,8 @@ def _evidence(case: Case, k: int, rest: RestOfBatch, members: Sequence[int]) -> 
     """
     shards, seed, update = case.fed.shards, case.fed.protocol.seed, case.wave.of([k])
     rows = torch.cat([shards.canaries[m] for m in members])
-    drawn = torch.cat(
-        [torch.full((len(shards.canaries[m]),), shards.batch_size / len(shards.indices[m])) for m in members]
-    )
+    counts = torch.tensor([len(shards.canaries[m]) for m in members])
+    drawn = torch.tensor([shards.batch_size / len(shards.indices[m]) for m in members]).repeat_interleave(counts)
     q, parts = drawn.double(), max(1, AT_ONCE // len(rest.mean))  # gradients that are held at once
     ratios = []
     for block, (some, share) in enumerate(zip(rows.split(parts), (q / 2).split(parts), strict=True)):

@@ -130,9 +130,7 @@ class CandidateGradients:
         return gradients(self.known.model, self.params, x, part.y[:, None], 1.0, factors, self.known.loss)
 
     def _parts(self) -> Iterator[Batch]:
-        return (
-            Batch(x, y) for x, y in zip(self.batch.x.split(self.chunk), self.batch.y.split(self.chunk), strict=True)
-        )
+        return map(Batch, self.batch.x.split(self.chunk), self.batch.y.split(self.chunk))
 
     @cached_property
     def kept(self) -> Tensor:

@@ -219,9 +219,8 @@ def _evidence(candidates: CandidateGradients, wave: Wave, without: _Expected, fa
     """
     seen = as_rows({k: wave.update[k] for k in candidates.params})
     density = candidates.known.chain.update_distribution
-    shown = torch.cat(
-        [torch.full((t.numel(),), density is None or k not in density.hidden) for k, t in candidates.params.items()]
-    )
+    hidden = set[str]() if density is None else density.hidden
+    shown = torch.cat([torch.full((t.numel(),), k not in hidden) for k, t in candidates.params.items()])
     tensors = [t.numel() for t in candidates.params.values()]
     noise = LEAST * _usual(seen.square().mean(1)).clamp_min(faint).expand(seen.shape[1])
     if density is None:
@@ -288,9 +287,8 @@ def _inverse(without: _Expected, information: Tensor) -> tuple[Tensor, Tensor]:
     """(1 / variances + U I U')^-1 of the axes U (r, c) and the information I, and its root times U I."""
     weighted = without.axes * information
     spread = without.variances.double().sqrt()
-    inner = (
-        torch.eye(len(spread), dtype=torch.float64) + spread[:, None] * (weighted @ without.axes.T).double() * spread
-    )
+    inner = spread[:, None] * (weighted @ without.axes.T).double() * spread
+    inner = torch.eye(len(spread), dtype=torch.float64) + inner
     lower, failed = torch.linalg.cholesky_ex(inner)
     if failed:
         raise ValueError("the updates are too small, or too unlike the public examples' gradients, for a likelihood")

@@ -127,10 +127,7 @@ def _explained(guesses: int, right: int, canaries: int, mu: Tensor, error: float
     `correct` and `wrong` are lower bounds on the mean part of the canaries guessed rightly and wrongly while at least i guesses
     are right. A Gaussian trade-off curve bounds the wrong ones at i - 1 by the right ones at i.
     """
-    correct, wrong = (
-        torch.full_like(mu, error * right / canaries),
-        torch.full_like(mu, error * (guesses - right) / canaries),
-    )
+    correct, wrong = (torch.full_like(mu, error * part / canaries) for part in (right, guesses - right))
     for i in range(right - 1, -1, -1):
         more = torch.maximum(wrong, torch.special.ndtr(torch.special.ndtri(correct.clamp(max=1.0)) - mu))
         correct, wrong = correct + i / (guesses - i) * (more - wrong), more
@@ -146,7 +143,6 @@ def normal_mu(evidence: Tensor, included: Tensor) -> float:
     squares = (inside - inside.mean()).square().sum() + (outside - outside.mean()).square().sum()
     mu = float((inside.mean() - outside.mean()) / (squares / free).sqrt().clamp_min(1e-300))
     mu = max(0.0, min(mu, 1e6))
-    quantile = NORMAL_ERROR * (
-        1 + (NORMAL_ERROR**2 + 1) / (4 * free)
-    )  # nearly Student's, as the deviation is estimated
+    # nearly Student's, as the deviation is estimated
+    quantile = NORMAL_ERROR * (1 + (NORMAL_ERROR**2 + 1) / (4 * free))
     return max(0.0, mu - quantile * math.sqrt(1 / len(inside) + 1 / len(outside) + mu**2 / (2 * free)))
