@@ -89,5 +89,4 @@ def _nearest(
     trials = [trial[k] for trial in found]
     objectives = [objective(trial) for trial in trials]
     best = min(range(len(trials)), key=objectives.__getitem__)
-    spent, seconds = sum(t.iterations for t in trials), sum(t.seconds for t in trials)
-    return replace(trials[best], objective=objectives[best], iterations=spent, seconds=seconds)
+    return replace(trials[best], objective=objectives[best], iterations=sum(t.iterations for t in trials))
