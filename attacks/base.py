@@ -198,14 +198,14 @@ class Knowledge:
         """Pixels (..., C, H, W) in [0, 1] as the model takes them; examples that are not images stay unchanged."""
         if not self.mean:
             return pixels
-        mean, std = self._statistics(pixels)
+        mean, std = (by_channel(v, len(self.shape), pixels) for v in (self.mean, self.std))
         return (pixels - mean) / std
 
     def pixels(self, x: Tensor) -> Tensor:
         """The inverse of `normalise`."""
         if not self.mean:
             return x
-        mean, std = self._statistics(x)
+        mean, std = (by_channel(v, len(self.shape), x) for v in (self.mean, self.std))
         return x * std + mean
 
     def examples(self, x: Tensor) -> Tensor:
@@ -213,10 +213,6 @@ class Knowledge:
         if self.columns is not None:
             return self.columns.rows(self.columns.cells(x))
         return self.pixels(x).clamp(self.low, self.high)
-
-    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        mean, std = (by_channel(v, len(self.shape), like) for v in (self.mean, self.std))
-        return mean, std
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ scenario means the same audit everywhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, Literal, get_args
 
 from torch import nn
 
-from fedgauge.attacks.engine.computation import InputLayer, dense_input_layer
+from fedgauge.attacks.engine.computation import dense_input_layer
 from fedgauge.attacks.exact.feature_separation import tail_of
 from fedgauge.attacks.exact.patch_embedding import patches_read
 from fedgauge.attacks.exact.recursive import stages_of
@@ -28,6 +29,7 @@ ITERATIONS = {"quick": 100, "standard": 300, "thorough": 1000}
 FAST = 0.3  # rate of the tuned search: 200 to 1,000 iterations are few for the published .1
 GENERATED = 3 * 64 * 64  # values of an example, up to which a generator is trained in a minute or two
 RIDGE_PARAMETERS = 1_000_000  # of a network, up to which a regression on its whole updates stays cheap
+DENSE = partial(dense_input_layer, biased=False)
 
 
 def attacks_by_effort(effort: Effort, federation: Federation) -> list[Table]:
@@ -50,25 +52,16 @@ def _alone(fed: Federation) -> bool:
     return fed.shards.batch_size * fed.protocol.group_size == 1
 
 
-def _dense(fed: Federation) -> InputLayer | None:
-    """Return the fully connected layer that reads the whole example; one with a bias and a ReLU if there are several."""
-    try:
-        return dense_input_layer(fed.model, fed.shards.dataset.shape, biased=False)
-    except ValueError:  # none reads it; other faults of the network are the doctor's to report
-        return None
-
-
 def _works(read: Callable[[nn.Module, Sequence[int]], object], fed: Federation) -> bool:
     try:
         return bool(read(fed.model, fed.shards.dataset.shape))
-    except ValueError:
+    except ValueError:  # no such layer; other faults of the network are the doctor's to report
         return False
 
 
 def _readable(fed: Federation) -> bool:
     """Return whether the ReLUs of the layer that reads the examples can separate them."""
-    dense = None if _alone(fed) else _dense(fed)
-    return dense is not None and dense.relu and bool(dense.call.bias)
+    return not _alone(fed) and _works(partial(dense_input_layer, relu=True), fed)
 
 
 def _separable(fed: Federation) -> bool:
@@ -94,9 +87,9 @@ def _names_words(fed: Federation) -> bool:
 
 # where an attack, or a table of this name, works, if not everywhere
 WORKS: Mapping[str, Callable[[Federation], bool]] = {
-    "analytic": lambda fed: _alone(fed) and _dense(fed) is not None,
+    "analytic": lambda fed: _alone(fed) and _works(DENSE, fed),
     "patch_embedding": lambda fed: _alone(fed) and _works(patches_read, fed),
-    "recursive": lambda fed: _alone(fed) and _dense(fed) is None and _works(stages_of, fed),
+    "recursive": lambda fed: _alone(fed) and not _works(DENSE, fed) and _works(stages_of, fed),
     "feature_separation": lambda fed: _separable(fed) and _works(tail_of, fed),
     "spear": lambda fed: _readable(fed) and not noise_is_known(fed),
     "spear_plus_plus": _readable,

@@ -177,11 +177,6 @@ def _layer_calls(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[str, 
         yield running, ended
 
 
-def _undifferentiable(error: Exception) -> Problem:
-    why, remedy = f"cannot be differentiated twice ({error_line(error)})", "replace the layer or loss"
-    return Problem("derivative", "the model", why, f"{remedy}, or use an attack that needs no derivative")
-
-
 # ------------------------------------------------------------------------------------------------------- differentiation
 
 
@@ -245,7 +240,6 @@ class _Trial:
 
 Differentiate = Callable[[_Trial], _Derivatives]
 _chosen: WeakKeyDictionary[nn.Module, dict[Any, Differentiation]] = WeakKeyDictionary()
-_originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()  # of losses in float64
 
 
 def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Differentiation:
@@ -269,16 +263,13 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
     refuse(forward_problem(known.model, params, x[0]))
     states = tuple(m.training for m in known.model.modules())
     steps = min(2, known.chain.local.steps)
-    loss = _originals.get(known.loss, known.loss) if isinstance(known.loss, nn.Module) else known.loss
-    key = (one_pass, examples, steps, known.shape, known.classes, loss, like.device, states)
+    # a loss in float64 is written as its original is
+    key = (one_pass, examples, steps, known.shape, known.classes, str(known.loss), like.device, states)
     found = _chosen.setdefault(known.model, {})
     # a trial is in float64 wherever the model computes in it, also for a search in float32
     if (key, torch.float64) not in found and (key, like.dtype) not in found:
-        y = (
-            known.label_kind.trial(PROBLEMS * examples, known.classes)
-            .to(like.device)
-            .unflatten(0, (PROBLEMS, examples))
-        )
+        labels = known.label_kind.trial(PROBLEMS * examples, known.classes).to(like.device)
+        y = labels.unflatten(0, (PROBLEMS, examples))
         weights = {k: torch.randn(p.shape, generator=rng).to(like) for k, p in params.items()}
         try:
             refuse(lookup_problem(known.model, params, x[0]))
@@ -289,7 +280,9 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
             raise_if_exhausted(error)
             if isinstance(error, ValueError):
                 raise
-            raise Unattackable(_undifferentiable(error)) from error
+            why = f"cannot be differentiated twice ({error_line(error)})"
+            remedy = "replace the layer or loss, or use an attack that needs no derivative"
+            raise Unattackable(Problem("derivative", "the model", why, remedy)) from error
     return found.get((key, torch.float64)) or found[key, like.dtype]
 
 
@@ -304,8 +297,6 @@ def doubled(known: Knowledge) -> Knowledge:
         refuse(Problem("copy", "the model", why, remedy))
     # a copy is differentiated as the original
     _chosen[model] = _chosen.setdefault(known.model, {})
-    if isinstance(loss, nn.Module) and isinstance(known.loss, nn.Module):
-        _originals[loss] = _originals.get(known.loss, known.loss)
     return replace(known, model=model, loss=loss)
 
 

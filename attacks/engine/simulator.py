@@ -77,12 +77,8 @@ class Simulator:
         """All clients' updates in one pass, differentiable; None where the model or the chain does not allow it."""
         model, known = self.known.model, self.known
         step = whole_batch_update(self.client, known.loss, rng, by_example=True)
-        # token ids have no gradient, which one pass needs
-        if (
-            step is None
-            or not batches.x.is_floating_point()
-            or not is_mean(known.loss, known.classes, known.label_kind)
-        ):
+        differentiable = batches.x.is_floating_point()  # token ids have no gradient, which one pass needs
+        if step is None or not differentiable or not is_mean(known.loss, known.classes, known.label_kind):
             return None
         x = known.normalise(batches.x)
         if not examples_are_independent(model, self.params, torch.stack([x[0], 0.5 * x[-1]])):

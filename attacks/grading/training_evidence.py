@@ -84,10 +84,8 @@ def training_evidence(fed: Federation, seen: Observation) -> TrainingEvidence:
     if kind == "undecided":
         words = f"the clients' local training is assumed, and the update gives no evidence of it: {evidence}"
         return TrainingEvidence(kind, None, words)
-    words = (
-        f"the assumed local training ({local.words}) fits: {evidence}; its rate and number of steps were not checked"
-    )
-    return TrainingEvidence(kind, True, words)
+    unchecked = "its rate and number of steps were not checked"
+    return TrainingEvidence(kind, True, f"the assumed local training ({local.words}) fits: {evidence}; {unchecked}")
 
 
 def _unreadable(fed: Federation, seen: Observation) -> str:
@@ -107,9 +105,8 @@ def _unreadable(fed: Federation, seen: Observation) -> str:
 
 def _read(fed: Federation, seen: Observation) -> tuple[Kind, str]:
     """Return the training that explains an update, and the evidence for it."""
-    update, theta = (
-        torch.cat([part[k].flatten() for k in seen.update]).double() for part in (seen.update, seen.params)
-    )
+    both = seen.update, seen.params
+    update, theta = (torch.cat([part[k].flatten() for k in seen.update]).double() for part in both)
     eps = torch.finfo(_kept(seen)).eps
     if eps * theta.norm() > COARSE * update.norm():
         return "undecided", "the weights' rounding hides it"

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Streams, Wave, not_applicable
 from fedgauge.attacks.delegating import DelegatingAttack
 from fedgauge.attacks.engine.computation import classifier
-from fedgauge.attacks.malicious.server_attack import ServerAttack, check_one_gradient, delegated, probe_batch
+from fedgauge.attacks.malicious.server_attack import ServerAttack, check_one_gradient, delegated
 from fedgauge.client.chain import Chain
 from fedgauge.client.transforms import UpdateTransform, is_per_example
 from fedgauge.client.update import Params, Update
@@ -107,7 +107,7 @@ def _classifier(sent: Params, known: Knowledge, target: int = 0) -> Tensor:
 
 def _row_logits(sent: Params, known: Knowledge, row: Tensor) -> Tensor:
     """The logits (n,) that a row of the classifier gives public examples, without its bias."""
-    x = known.normalise(probe_batch(known, PUBLIC).x)
+    x = known.normalise(known.public.x[:PUBLIC])
     with torch.no_grad():
         scores: Tensor = functional_call(known.model, _one_row(sent, known, 0, row, 0.0), (x,))[:, 0]
     return scores

@@ -122,19 +122,14 @@ def sorting_query(bins: int, known: Knowledge, rng: Generator) -> tuple[Tensor, 
     weights = 0.5 + torch.rand(math.prod(known.shape), generator=rng, dtype=torch.float64)
     weights /= weights.sum()
     signs = torch.randint(0, 2, weights.shape, generator=rng).double() * 2 - 1
-    levels, spread = _levels(weights, bins, known)
-    scale, offset = input_to_pixels(known)
-    return weights * scale / spread, (weights @ offset - levels) / spread, (signs * STRENGTH)[:, None]
-
-
-def _levels(weights: Tensor, bins: int, known: Knowledge) -> tuple[Tensor, float]:
-    """Thresholds (K,) of a query with weights >= 0 of sum 1, and the standard deviation of its values."""
     values = known.enough(2).x.flatten(1).double() @ weights
     spread, quantiles = float(values.std()), quantile_levels(values, bins)
     below = -spread  # below every image: pixels are not negative
     if len(known.shape) == 1:
         below = float(quantiles.min()) - BEYOND * spread
-    return torch.cat([torch.tensor([below], dtype=torch.float64), quantiles]), spread
+    levels = torch.cat([torch.tensor([below], dtype=torch.float64), quantiles])
+    scale, offset = input_to_pixels(known)
+    return weights * scale / spread, (weights @ offset - levels) / spread, (signs * STRENGTH)[:, None]
 
 
 def quantile_levels(values: Tensor, bins: int) -> Tensor:

@@ -11,7 +11,7 @@ from fedgauge.attacks.base import Attack, Budget, Knowledge, Observation, Recons
 from fedgauge.attacks.engine.computation import classifier
 from fedgauge.client.components import Checked, ComponentKind, SpecError, Table, call
 from fedgauge.client.transforms import UpdateTransform
-from fedgauge.client.update import Batch, Params, Update
+from fedgauge.client.update import Params, Update
 
 
 class ServerAttack(Checked, ABC):
@@ -88,10 +88,8 @@ def fill_with_mean(x: Tensor, size: int, known: Knowledge) -> Tensor:
 
 def classifier_only(seen: Observation, known: Knowledge) -> Observation:
     """The classifier's part of an observation: a run's full updates would fill the server's memory."""
-    name = classifier(known.model, known.shape)
-    params, update = (
-        {k: t for k, t in part.items() if k.startswith(f"{name}.")} for part in (seen.params, seen.update)
-    )
+    name, parts = classifier(known.model, known.shape), (seen.params, seen.update)
+    params, update = ({k: t for k, t in part.items() if k.startswith(f"{name}.")} for part in parts)
     return replace(seen, params=params, update=update, buffers={}, correction={}, returned={})
 
 
@@ -142,8 +140,3 @@ def delegated(
             result = replace(result, x=fill_with_mean(result.x, known.batch_size, known), y=None, reason=reason)
         filled.append(result)
     return filled
-
-
-def probe_batch(known: Knowledge, size: int) -> Batch:
-    """Public examples on which to test crafted weights."""
-    return Batch(*(t[:size] for t in known.public))

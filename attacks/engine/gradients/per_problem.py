@@ -138,9 +138,8 @@ def whole_batch_update(
         by_example: the first links may take the examples of a batch one by one.
     """
     steps, place = chain.local, chain.links.index(chain.local)
-    before, after = (
-        [k for k in part if not is_identity(k)] for part in (chain.links[:place], chain.links[place + 1 :])
-    )
+    parts = chain.links[:place], chain.links[place + 1 :]
+    before, after = ([k for k in part if not is_identity(k)] for part in parts)
     each = [k.inner for k in before if by_example and isinstance(k, per_example)]
     whole = before[len(each) :]
     if not steps.plain or steps.batch_size is not None or (before and steps.steps > 1):
