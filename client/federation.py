@@ -135,7 +135,7 @@ class Federation:
     @cached_property
     def _loss_and_kind(self) -> tuple[Loss, LabelKind]:
         table, data, public = self.protocol.loss, self.shards.dataset, self.shards.auxiliary_batch()
-        loss = named_loss(table, "[loss]")
+        loss = named_loss(table)
         if predicts_tokens(loss) == data.labelled:
             other = "cross_entropy" if data.labelled else "next_token"
             raise SpecError(f'[loss]: {table["use"]} does not fit [data]: set use = "{other}"')
@@ -152,7 +152,7 @@ class Federation:
         if not isinstance(outputs, torch.Tensor):
             why = "one tensor of outputs, such as torch.cat of its parts, which [loss] splits"
             raise SpecError(f"[model]: it returns a {type(outputs).__name__}: let it return {why}")
-        return fitted_loss(loss, table, "[loss]", (outputs, some.y, x), public.y, data.classes)
+        return fitted_loss(loss, table, (outputs, some.y, x), public.y, data.classes)
 
     @cached_property
     def chain(self) -> Chain:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.attacks.generative.gi_gip import GeneratorSearch, Steps
-from fedgauge.attacks.learned.generators import Decoder, ImageGenerator
+from fedgauge.attacks.learned.generators import ImageGenerator, convolutional
 from fedgauge.client.components import Positive
 
 LAYERS = 3  # latents and the decoder's two inner layers
@@ -30,7 +30,7 @@ class gifd(GeneratorSearch):
 
     def _steps(self, generator: ImageGenerator, z: Tensor, iterations: int) -> Steps:
         decoder, many = generator.network, z.shape[:2]
-        assert isinstance(decoder, Decoder)
+        assert isinstance(decoder, convolutional)
         kept, centre = z.flatten(0, 1), None
         for layer in range(LAYERS):
             if layer:

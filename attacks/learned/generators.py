@@ -72,10 +72,13 @@ def generator_of(table: Table | None, trained: "GeneratorTraining", known: Knowl
     return ImageGenerator(trained.decoder(known), (trained.latent,), known.shape)
 
 
-class Decoder(nn.Module):
-    """Latents (N, latent) to images (N, C, H, W) in [0, 1]: a linear layer, then two transposed convolutions of stride 2."""
+class convolutional(nn.Module):
+    """The same network as trained here, for weights from a longer training elsewhere.
 
-    def __init__(self, shape: Shape, latent: int, width: int) -> None:
+    Latents (N, latent) to images (N, C, H, W) in [0, 1]: a linear layer, then two transposed convolutions of stride 2.
+    """
+
+    def __init__(self, shape: Shape, latent: int = 128, width: int = 32) -> None:
         super().__init__()
         self.shape, self.width = shape, width
         self.small = -(-shape[1] // 4), -(-shape[2] // 4)
@@ -131,7 +134,7 @@ class GeneratorTraining:
     rate: float = 1e-3
     noise: float = 0.1
 
-    def decoder(self, known: Knowledge) -> Decoder:
+    def decoder(self, known: Knowledge) -> convolutional:
         """The decoder, trained now or cached; ValueError where there are no auxiliary images."""
         x = known.public.x
         name = digest("generator", VERSION, self, x)
@@ -139,9 +142,9 @@ class GeneratorTraining:
         decoder.load_state_dict(TensorCache.own().get(f"generator-{name}", lambda: self._train(x, name)))
         return decoder.requires_grad_(False)
 
-    def _networks(self, shape: Shape, name: str) -> tuple[Decoder, Encoder]:
+    def _networks(self, shape: Shape, name: str) -> tuple[convolutional, Encoder]:
         size = (shape, self.latent, self.width)
-        return seeded(lambda: (Decoder(*size), Encoder(*size)), "generator", name)
+        return seeded(lambda: (convolutional(*size), Encoder(*size)), "generator", name)
 
     def _train(self, x: Tensor, name: str) -> dict[str, Tensor]:
         c, h, w = x.shape[1:]
@@ -159,11 +162,6 @@ class GeneratorTraining:
                 ((misfit + divergence) / self.batch).backward()
             adam.step()
         return {k: t.detach() for k, t in decoder.state_dict().items()}
-
-
-def convolutional(shape: Shape, latent: int = 128, width: int = 32) -> nn.Module:
-    """The same network as trained here, for weights from a longer training elsewhere."""
-    return Decoder(shape, latent, width)
 
 
 def fully_connected(

@@ -1,15 +1,14 @@
 """Metrics of a reconstruction: one value per example, on images in [0, 1] paired one to one with the truth."""
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
 from fedgauge.client.data_folder import data_folder
@@ -76,12 +75,13 @@ class Backbone(NamedTuple):
     """The feature network of LPIPS."""
 
     local: str  # file of its convolutions in the folder weights/ of the local data
-    torchvision: str  # name of torchvision's weights, which also finds their download
+    torchvision: str  # name of torchvision's weights
+    cached: str  # file in torchvision's cache
 
 
 BACKBONES = {
-    "alex": Backbone("alexnet_features_torchvision.safetensors", "AlexNet_Weights"),
-    "vgg": Backbone("vgg16_features_torchvision.safetensors", "VGG16_Weights"),
+    "alex": Backbone("alexnet_features_torchvision.safetensors", "AlexNet_Weights", "alexnet-owt-7be5be79.pth"),
+    "vgg": Backbone("vgg16_features_torchvision.safetensors", "VGG16_Weights", "vgg16-397923af.pth"),
 }
 
 
@@ -92,7 +92,7 @@ def lpips_metric(net: str) -> Metric | None:
         return None
 
     def compute(truth: Tensor, guess: Tensor) -> Tensor:
-        network = _lpips_network(net, str(weights))
+        network = _lpips_network(net, weights)
         x, y = (t.float().expand(-1, 3, -1, -1) * 2 - 1 for t in (truth, guess))
         with torch.no_grad():
             return torch.as_tensor(network(x, y)).reshape(len(truth))
@@ -101,54 +101,32 @@ def lpips_metric(net: str) -> Metric | None:
 
 
 def lpips_weights(net: str) -> Path | None:
-    """The file of a backbone's convolutions: in the local data folder, else in torchvision's cache.
-
-    Torchvision downloads it (AlexNet 233 MB, VGG16 528 MB) if the environment has FEDGAUGE_LPIPS=download.
-    """
-    folder = data_folder()
-    path = folder / "weights" / BACKBONES[net].local if folder else None
-    if path is not None and path.exists():
-        return path
-    return _downloaded(net, os.environ.get("FEDGAUGE_LPIPS") == "download", Path(torch.hub.get_dir()) / "checkpoints")
+    """The file of a backbone's convolutions: in the local data folder, else in torchvision's cache."""
+    backbone, folder = BACKBONES[net], data_folder()
+    local = [folder / "weights" / backbone.local] if folder else []
+    places = [*local, Path(torch.hub.get_dir()) / "checkpoints" / backbone.cached]
+    return next((path for path in places if path.exists()), None)
 
 
 @lru_cache
-def _downloaded(net: str, wanted: bool, hub: Path) -> Path | None:
-    if not (wanted or hub.exists()):  # torchvision takes long to import
-        return None
-    published = _published(net)
-    path = hub / Path(published.url).name
-    if wanted and not path.exists():
-        try:
-            published.get_state_dict(progress=False, check_hash=True, weights_only=True)
-        except (OSError, RuntimeError) as error:  # no network, a full disk, another hash
-            warnings.warn(f"lpips_{net} is unavailable: {published.url} was not downloaded ({error})", stacklevel=2)
-    return path if path.exists() else None
-
-
-def _published(net: str) -> Any:
-    import torchvision
-
-    return getattr(torchvision.models, BACKBONES[net].torchvision).DEFAULT
-
-
-@lru_cache
-def _lpips_network(net: str, weights: str) -> Callable[[Tensor, Tensor], Tensor]:
+def _lpips_network(net: str, weights: Path) -> nn.Module:
     import lpips
+    import torchvision
     from safetensors.torch import load_file
 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # lpips asks torchvision for its models in a deprecated way
-        network = lpips.LPIPS(net=net, pnet_rand=True, verbose=False).eval()
-    if weights.endswith(".safetensors"):
+        network: nn.Module = lpips.LPIPS(net=net, pnet_rand=True, verbose=False).eval()
+    if weights.suffix == ".safetensors":
         stored = load_file(weights)
     else:
-        stored = _published(net).get_state_dict(progress=False, weights_only=True)  # tensors alone
-    for sequence in network.net.children():
+        published = getattr(torchvision.models, BACKBONES[net].torchvision).DEFAULT
+        stored = published.get_state_dict(progress=False, weights_only=True)  # tensors alone
+    for sequence in network.get_submodule("net").children():
         for name, module in sequence.named_children():
-            if isinstance(module, torch.nn.Conv2d):
+            if isinstance(module, nn.Conv2d):
                 module.load_state_dict({part: stored[f"features.{name}.{part}"] for part in ("weight", "bias")})
-    return lambda x, y: network(x, y)
+    return network
 
 
 def image_metrics(shape: tuple[int, ...], gallery: Tensor) -> list[Metric]:

@@ -237,10 +237,12 @@ def per_example_accuracy(logits: Tensor, y: Tensor, kind: LabelKind) -> Tensor:
 
 LOSS = ComponentKind("a loss", ("fedgauge.losses",), Criterion, False, (Criterion, nn.Module, Tensor), instances=True)
 CROSS_ENTROPY: Table = {"use": "cross_entropy"}
+WHERE = "[loss]"  # place of the table, for messages
+Tried = tuple[Tensor, Tensor, Tensor]  # a network's outputs for a few examples, their labels and its inputs
 
 
-def named_loss(table: Table, where: str) -> Loss:
-    """The loss that a table names, untried; for the plain cross-entropy, torch's own function.
+def named_loss(table: Table) -> Loss:
+    """The loss that the table [loss] names, untried; for the plain cross-entropy, torch's own function.
 
     A user's loss is a function (outputs, labels, ...) with further arguments from the table, or a class with instances that take
     outputs and labels, or such an instance. If its third parameter is called x, it also gets the network's input.
@@ -248,27 +250,27 @@ def named_loss(table: Table, where: str) -> Loss:
     Raises:
         SpecError: it does not exist, or has other arguments.
     """
-    target = resolve(table, where, LOSS)
+    target = resolve(table, WHERE, LOSS)
     arguments = {k: v for k, v in table.items() if k != "use"}
-    if not inspect.isfunction(target):
-        if arguments and not inspect.isclass(target):
-            raise SpecError(
-                f"{where}: {table['use']!r} is built already, so it takes no argument {next(iter(arguments))!r}"
-            )
-        built = inspect.isclass(target)
-        loss: Loss = call(target, check_arguments(target, arguments, where), where) if built else target
-        reads = list(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters)
-    else:
-        reads = list(inspect.signature(target).parameters)
-        given = reads[:3] if reads[2:3] == ["x"] else reads[:2]
-        settings = check_arguments(target, arguments, where, dict.fromkeys(given))
+    loss: Loss = target
+    if inspect.isclass(target):
+        loss = call(target, check_arguments(target, arguments, WHERE), WHERE)
+    elif arguments and not inspect.isfunction(target):
+        raise SpecError(
+            f"{WHERE}: {table['use']!r} is built already, so it takes no argument {next(iter(arguments))!r}"
+        )
+    reads = list(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters)
+    reads_input = reads[2:3] == ["x"]
+    if inspect.isfunction(target):
+        given = reads[: 3 if reads_input else 2]
+        settings = check_arguments(target, arguments, WHERE, dict.fromkeys(given))
         further = {k: v for k, v in settings.items() if k not in given}
         loss = partial(target, **further) if further else target
     if isinstance(loss, nn.Module):
         loss.requires_grad_(False)  # parameters of its own, such as class centers, are not uploaded
     if loss == cross_entropy():
         return F.cross_entropy  # same bits as the default, and attacks recognise it by identity
-    return FittedLoss(loss, reads_input=True) if reads[2:3] == ["x"] else loss
+    return FittedLoss(loss, reads_input=True) if reads_input else loss
 
 
 class FittedLoss(nn.Module):
@@ -307,18 +309,10 @@ def loss_of(loss: Loss, outputs: Tensor, y: Tensor, x: Tensor | None) -> Tensor:
     return value
 
 
-def fitted_loss(
-    loss: Loss,
-    table: Table,
-    where: str,
-    tried: tuple[Tensor, Tensor, Tensor],
-    public: Tensor,
-    classes: int,
-) -> tuple[Loss, LabelKind]:
+def fitted_loss(loss: Loss, table: Table, tried: Tried, public: Tensor, classes: int) -> tuple[Loss, LabelKind]:
     """The loss in the form that takes a network's outputs for a few public examples, and the kind of its labels.
 
     Args:
-        tried: the outputs, the labels and the network's inputs.
         public: labels of public examples.
 
     Raises:
@@ -332,7 +326,7 @@ def fitted_loss(
         forms.sort(key=lambda form_of: not _is_mean(form_of, tried))
     for form_of in forms:
         try:
-            _check_value(form_of, outputs, y, x)
+            _check_value(form_of, tried)
         except Exception as error:  # a user's function may raise anything
             problem = problem or error
             continue
@@ -340,44 +334,13 @@ def fitted_loss(
         other = next((each for each in public if not torch.equal(each, y[0])), (y[0] == 0).to(y)).expand_as(y)
         reads = bool((form_of(outputs, y, x) - form_of(outputs, other, x)).detach().abs() > 0)
         kind = label_kind(public, outputs, reads)
-        _check_kind(loss, form_of, kind, table, where, tried, public, classes)
+        _check_kind(form_of, kind, table, tried, public, classes)
         plain = form_of.form == 0 and not isinstance(loss, FittedLoss)
-        return loss if plain else form_of, kind(
-            public, (outputs.detach(), y, x), _threshold(form_of, kind, outputs, y, x)
-        )
-    if label_kind(public, outputs, True) is Mask and outputs.shape[2:] != y.shape[y.dim() - outputs.dim() + 2 :]:
-        sizes = (" x ".join(map(str, size)) for size in (outputs.shape[2:], y.shape[y.dim() - outputs.dim() + 2 :]))
-        where, why = "[model]", "the network returns masks of {}, and the labels in [data] have {}".format(*sizes)
-    else:
-        why = (
-            f"{table['use']!r} must take the network's outputs {tuple(outputs.shape)} and labels {tuple(y.shape)} of "
-            f"{str(y.dtype).removeprefix('torch.')}, and return their finite, differentiable mean: {_said(problem)}"
-            f"{_takes_instead(loss, outputs.detach(), y)}"
-        )
-    raise SpecError(f"{where}: {why}") from problem
-
-
-def _check_value(loss: Loss, outputs: Tensor, y: Tensor, x: Tensor | None = None) -> None:
-    """Try a loss; ValueError if it returns no finite, differentiable scalar. Silent broadcasts of other sizes are errors."""
-    with torch.enable_grad(), warnings.catch_warnings():  # the caller may have turned gradients off
-        warnings.filterwarnings("error", "Using a target size")
-        at = outputs.detach().requires_grad_()
-        value = loss(at, y) if x is None else loss_of(loss, at, y, x)
-        if not isinstance(value, Tensor) or value.dim() or not value.isfinite() or not value.requires_grad:
-            raise ValueError(f"it returned {value}")
-
-
-def _threshold(loss: Loss, kind: type[LabelKind], outputs: Tensor, y: Tensor, x: Tensor) -> float:
-    """The output at which a prediction of 0 or 1 turns: 0 of logits, 0.5 of values that approach labels; NaN of other numbers."""
-    if outputs.numel() != y.numel():
-        return torch.nan if kind is Numbers else 0.0
-    labels = y.to(outputs).view_as(outputs)
-    beyond = [labels / 2, labels * 2] if kind is Numbers else [labels + 10 * (2 * labels - 1)]
-    try:
-        lower = min(float(loss_of(loss, at, y, x)) for at in beyond) < float(loss_of(loss, labels, y, x))
-    except Exception:  # a loss of probabilities may refuse other outputs
-        lower = False
-    return (torch.nan if kind is Numbers else 0.0) if lower else 0.5
+        return loss if plain else form_of, kind(public, (outputs.detach(), y, x), _threshold(form_of, kind, tried))
+    raise SpecError(
+        f"{WHERE}: {table['use']!r} must take the network's outputs {tuple(outputs.shape)} and labels {tuple(y.shape)} of "
+        f"{str(y.dtype).removeprefix('torch.')}, and return their finite, differentiable mean: {_said(problem)}"
+    ) from problem
 
 
 def _said(error: Exception | None) -> str:
@@ -385,15 +348,33 @@ def _said(error: Exception | None) -> str:
     return f"{type(error).__name__}: {first}{own_line(error) if error else ''}"
 
 
+def _check_value(loss: Loss, tried: Tried) -> None:
+    """Try a loss; ValueError if it returns no finite, differentiable scalar. Silent broadcasts of other sizes are errors."""
+    with torch.enable_grad(), warnings.catch_warnings():  # the caller may have turned gradients off
+        warnings.filterwarnings("error", "Using a target size")
+        outputs, y, x = tried
+        value = loss_of(loss, outputs.detach().requires_grad_(), y, x)
+        if not isinstance(value, Tensor) or value.dim() or not value.isfinite() or not value.requires_grad:
+            raise ValueError(f"it returned {value}")
+
+
+def _threshold(loss: FittedLoss, kind: type[LabelKind], tried: Tried) -> float:
+    """The output at which a prediction of 0 or 1 turns: 0 of logits, 0.5 of values that approach labels; NaN of other numbers."""
+    outputs, y, x = tried
+    unbounded = torch.nan if kind is Numbers else 0.0
+    if outputs.numel() != y.numel():
+        return unbounded
+    labels = y.to(outputs).view_as(outputs)
+    beyond = [labels / 2, labels * 2] if kind is Numbers else [labels + 10 * (2 * labels - 1)]
+    try:
+        lower = min(float(loss(at, y, x)) for at in beyond) < float(loss(labels, y, x))
+    except Exception:  # a loss of probabilities may refuse other outputs
+        lower = False
+    return unbounded if lower else 0.5
+
+
 def _check_kind(
-    loss: Loss,
-    form_of: Loss,
-    kind: type[LabelKind],
-    table: Table,
-    where: str,
-    tried: tuple[Tensor, Tensor, Tensor],
-    public: Tensor,
-    classes: int,
+    fitted: FittedLoss, kind: type[LabelKind], table: Table, tried: Tried, public: Tensor, classes: int
 ) -> None:
     """Refuse labels of one kind under a loss of another."""
     outputs, y, x = tried
@@ -403,28 +384,24 @@ def _check_kind(
     if single and kind is not NoLabel and not public.is_floating_point() and classes > 2:
         why = f"the network has one output, and [data] has {classes} classes: let it return {classes}"
         why += ', or give the labels as numbers (of a table: target = "number")'
-    elif is_cross_entropy(loss) or isinstance(loss, cross_entropy):
+    elif is_cross_entropy(fitted.loss) or isinstance(fitted.loss, cross_entropy):
         kind = label_kind(public, outputs, True)
         distributions = public.dim() == 2 and bool(((public.sum(1) - 1).abs() < SAME).all())
         if not issubclass(kind, Findings | Numbers) or distributions:
             return
         other = "binary_cross_entropy" if kind is Findings else "mean_squared_error"
         why = f'{table["use"]} takes one class an example, and the labels are {kind.noun}: set use = "{other}"'
-    elif numbers and y.numel() == outputs.numel() and loss_of(form_of, far.view_as(outputs), y, x) < -SAME * FAR:
+    elif numbers and y.numel() == outputs.numel() and fitted(far.view_as(outputs), y, x) < -SAME * FAR:
         why = f'{table["use"]} takes labels from 0 to 1, and the labels are numbers: set use = "mean_squared_error"'
     else:
         return
-    raise SpecError(f"{where}: {why}")
+    raise SpecError(f"{WHERE}: {why}")
 
 
 def takes_logits(loss: Loss, classes: int) -> bool:
     """Check that a loss takes any logits (B, classes), or those of every token, with one class each."""
-    return _takes(loss, *_probe(loss, classes)[:2])
-
-
-def _takes(loss: Loss, outputs: Tensor, y: Tensor) -> bool:
     try:
-        _check_value(loss, outputs, y)
+        _check_value(loss, _probe(loss, classes))
     except Exception:  # a user's function may raise anything
         return False
     return True
@@ -440,7 +417,7 @@ def is_mean(loss: Loss, classes: int, kind: LabelKind | None = None) -> bool:
     return is_cross_entropy(loss) or _is_mean(loss, _probe(loss, classes, kind))
 
 
-def _is_mean(loss: Loss, parts: tuple[Tensor, Tensor, Tensor]) -> bool:
+def _is_mean(loss: Loss, parts: Tried) -> bool:
     try:
         with warnings.catch_warnings(action="ignore"):
             alone = torch.stack([loss_of(loss, *(t[i : i + 1] for t in parts)) for i in range(len(parts[0]))]).mean()
@@ -474,7 +451,7 @@ def predicts_tokens(loss: Loss) -> bool:
     return bool(getattr(loss, "tokens", False))
 
 
-def _probe(loss: Loss, classes: int, kind: LabelKind | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _probe(loss: Loss, classes: int, kind: LabelKind | None = None) -> Tried:
     """Outputs, labels and inputs on which a loss is tried."""
     if kind is not None and kind.tried is not None:
         return kind.tried
@@ -489,12 +466,3 @@ def _probe(loss: Loss, classes: int, kind: LabelKind | None = None) -> tuple[Ten
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs() <= SAME * (1e-6 + torch.maximum(a.abs(), b.abs())))
-
-
-def _takes_instead(loss: Loss, logits: Tensor, y: Tensor) -> str:
-    """Return the other form of outputs that a loss takes if it takes no logits; empty if none of those tried."""
-    forms = {"probabilities": logits.softmax(-1)}
-    if logits.shape[-1] == 2:
-        forms |= {"one logit": logits[..., :1], "one probability": logits[..., :1].sigmoid()}
-    found = next((what for what, form in forms.items() if _takes(loss, form, y)), "")
-    return f"; it takes {found}: let the network return that" if found else ""

@@ -12,34 +12,6 @@ from fedgauge.client.models.transformer import Block
 from fedgauge.client.models.vision import mlp
 
 
-def embedding_mlp(columns: Columns, classes: int, dimension: Count = 8, hidden: Sequence[Count] = (64,)) -> nn.Module:
-    """Each category has a vector; vectors and scaled numbers go through fully connected layers with ReLU.
-
-    Args:
-        dimension: of the vectors, at least 1.
-        hidden: widths of the layers.
-    """
-    return _EmbeddingMLP(columns, classes, dimension, hidden)
-
-
-def ft_transformer(
-    columns: Columns, classes: int, dimension: Count = 32, blocks: Count = 2, heads: Count = 4, hidden: Count = 64
-) -> nn.Module:
-    """A small FT-Transformer (Gorishniy et al., NeurIPS 2021): each feature is a token; pre-norm blocks and a class token.
-
-    Args:
-        dimension: of tokens, which heads divides.
-        blocks: at least 1.
-        hidden: width of a block's two layers, with ReLU in place of the paper's ReGLU.
-
-    Raises:
-        ValueError: dimension is no multiple of heads.
-    """
-    if dimension % heads:
-        raise ValueError(f"dimension ({dimension}) must be a multiple of heads ({heads})")
-    return _FTTransformer(columns, classes, dimension, blocks, heads, hidden)
-
-
 class _Categories(nn.Module):
     """The vectors of a row's categories. One-hot entries times a matrix: the same as a lookup, and with a derivative by the row."""
 
@@ -65,8 +37,15 @@ def _number_places(columns: Columns) -> list[int]:
     return [i for part in parts for i in range(part.start, part.stop)]
 
 
-class _EmbeddingMLP(nn.Module):
-    def __init__(self, columns: Columns, classes: int, dimension: int, hidden: Sequence[int]) -> None:
+class embedding_mlp(nn.Module):
+    """Each category has a vector; vectors and scaled numbers go through fully connected layers with ReLU.
+
+    Args:
+        dimension: of the vectors, at least 1.
+        hidden: widths of the layers.
+    """
+
+    def __init__(self, columns: Columns, classes: int, dimension: Count = 8, hidden: Sequence[Count] = (64,)) -> None:
         super().__init__()
         self.categories = _Categories(columns, dimension)
         self.places = _number_places(columns)
@@ -77,9 +56,30 @@ class _EmbeddingMLP(nn.Module):
         return logits
 
 
-class _FTTransformer(nn.Module):
-    def __init__(self, columns: Columns, classes: int, dimension: int, blocks: int, heads: int, hidden: int) -> None:
+class ft_transformer(nn.Module):
+    """A small FT-Transformer (Gorishniy et al., NeurIPS 2021): each feature is a token; pre-norm blocks and a class token.
+
+    Args:
+        dimension: of tokens, which heads divides.
+        blocks: at least 1.
+        hidden: width of a block's two layers, with ReLU in place of the paper's ReGLU.
+
+    Raises:
+        ValueError: dimension is no multiple of heads.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        classes: int,
+        dimension: Count = 32,
+        blocks: Count = 2,
+        heads: Count = 4,
+        hidden: Count = 64,
+    ) -> None:
         super().__init__()
+        if dimension % heads:
+            raise ValueError(f"dimension ({dimension}) must be a multiple of heads ({heads})")
         self.categories = _Categories(columns, dimension)
         self.places = _number_places(columns)
         self.numbers = nn.ModuleList(nn.Linear(1, dimension) for _ in self.places)

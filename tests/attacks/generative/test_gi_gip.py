@@ -14,7 +14,7 @@ from torch import nn
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Wave
 from fedgauge.attacks.generative.gi_gip import gi_gip
 from fedgauge.attacks.generative.gifd import gifd, l1_ball
-from fedgauge.attacks.learned.generators import Decoder, GeneratorTraining
+from fedgauge.attacks.learned.generators import GeneratorTraining, convolutional
 from fedgauge.attacks.matching.priors import PairedEnergy, gaussian
 from fedgauge.attacks.modality.image_metrics import mse
 from fedgauge.client.chain import chain
@@ -110,7 +110,7 @@ def test_missing_auxiliary_images_are_reported(attack: Any) -> None:
 
 def test_a_decoder_fills_every_size() -> None:
     for shape in ((3, 32, 32), (1, 5, 7)):
-        decoder: nn.Module = Decoder(shape, 3, 2)
+        decoder: nn.Module = convolutional(shape, 3, 2)
         assert decoder(torch.zeros(2, 3)).shape == (2, *shape)
 
 
@@ -159,7 +159,7 @@ def test_the_projection_is_the_nearest_point_of_the_ball(seed: int, part: float)
 
 
 def test_the_layers_are_the_generators() -> None:
-    decoder = Decoder((1, 10, 9), 4, 3)
+    decoder = convolutional((1, 10, 9), 4, 3)
     z = torch.randn(5, 4)
     first = decoder.inner(z, 0)
     for layer, at in enumerate((z, first, decoder.inner(first, 1))):

@@ -1,6 +1,5 @@
 """LPIPS by AlexNet and by VGG16, the papers' variant, and backbones that torchvision has downloaded."""
 
-import urllib.request
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedgauge.attacks.modality import image_metrics as module
-from fedgauge.attacks.modality.image_metrics import BACKBONES, image_metrics, lpips_metric, lpips_weights
+from fedgauge.attacks.modality.image_metrics import BACKBONES, image_metrics, lpips_metric
 from fedgauge.attacks.modality.registry import MEASURED
 from fedgauge.client.rng import generator
 
@@ -93,24 +92,7 @@ def test_what_torchvision_has_downloaded_is_used(
     name = Path(torchvision.models.AlexNet_Weights.DEFAULT.url).name
     (tmp_path / "torch" / "hub" / "checkpoints").mkdir(parents=True)
     torch.save(whole, tmp_path / "torch" / "hub" / "checkpoints" / name)
-    module._downloaded.cache_clear()
     found = lpips_metric("alex")
     assert found is not None and found.name == "lpips_alex"
     assert lpips_metric("vgg") is None
     torch.testing.assert_close(found(*pair()), expected, rtol=0, atol=0)
-
-
-def test_a_download_that_fails_is_reported_and_leaves_the_metric_out(
-    no_local_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From a port on which nobody listens: no network is asked."""
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    assert lpips_weights("alex") is None
-    monkeypatch.setenv("FEDGAUGE_LPIPS", "download")
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.setattr(urllib.request, "_opener", None)  # the process' first one keeps its proxies for all later ones
-    with pytest.warns(UserWarning, match="lpips_alex"):
-        assert lpips_weights("alex") is None
-    assert lpips_weights("alex") is None, "and is not asked for again"
-    assert list((tmp_path / "hub" / "checkpoints").iterdir()) == []
