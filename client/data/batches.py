@@ -63,11 +63,6 @@ def batch_of(x: Tensor, y: Tensor, indices: Tensor) -> Batch:
         x: (N, ...), pixels as uint8, or other examples in their own dtype.
         y: (N, ...) labels.
         indices: (B,) int64, rows of x and y.
-
-    Example:
-        >>> x, y = torch.tensor([[0], [51], [255]], dtype=torch.uint8), torch.tensor([7, 8, 9])
-        >>> batch_of(x, y, torch.tensor([1, 2])).x.flatten()
-        tensor([0.2000, 1.0000])
     """
     chosen = x[indices]
     return Batch(chosen.float() / 255 if x.dtype == torch.uint8 else chosen, y[indices])
@@ -95,12 +90,6 @@ def split(
 
     Raises:
         ValueError: more clients than examples, or a shard that holds less than one batch.
-
-    Example:
-        >>> x, y = torch.zeros(10, 1, 2, 2, dtype=torch.uint8), torch.arange(10)
-        >>> dataset = Dataset("ten", x, y, x, y, classes=10, mean=(0.0,), std=(1.0,))
-        >>> [len(rows) for rows in split(dataset, clients=2, seed=0, auxiliary=4).indices]
-        [3, 3]
     """
     if dataset.labelled and not dataset.one_class and partition in ("dirichlet", "shards"):
         raise ValueError(f'partition = "{partition}" needs one class an example: use "iid"')

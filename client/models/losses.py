@@ -66,10 +66,6 @@ class cross_entropy(Criterion):
 
     Raises:
         ValueError: a setting is out of its range.
-
-    Example:
-        >>> cross_entropy()(torch.zeros(1, 4), torch.tensor([2]))  # log 4
-        tensor(1.3863)
     """
 
     label_smoothing: Proportion = 0.0
@@ -106,12 +102,7 @@ class focal(Criterion):
 
 @dataclass(frozen=True)
 class mean_squared_error(Criterion):
-    """(logits - y)^2 with y one-hot, averaged over classes and examples.
-
-    Example:
-        >>> mean_squared_error()(torch.tensor([[1.0, 3.0]]), torch.tensor([0]))  # (0 + 9) / 2
-        tensor(4.5000)
-    """
+    """(logits - y)^2 with y one-hot, averaged over classes and examples."""
 
     def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
         # mse_loss has no forward derivative of its gradient
@@ -151,10 +142,6 @@ class binary_cross_entropy(Criterion):
     Args:
         pos_weight: of y = 1, for all outputs or for each, at least 0.
         reduction: mean, or sum over logits and examples.
-
-    Example:
-        >>> binary_cross_entropy()(torch.zeros(1, 1), torch.tensor([1]))  # log 2
-        tensor(0.6931)
     """
 
     pos_weight: Sequence[float] = (1.0,)
@@ -198,10 +185,6 @@ class next_token(Criterion):
     Args:
         mean: over a sentence's predicted words, then over sentences; or over all predicted words of the batch, as in the
             Trainer of the package transformers.
-
-    Example:
-        >>> next_token()(torch.zeros(1, 3, 8), torch.tensor([[5, 1, 2]]))  # log 8, for each of two words
-        tensor(2.0794)
     """
 
     mean: Literal["sentences", "words"] = "sentences"

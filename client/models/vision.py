@@ -37,12 +37,7 @@ def check_images(shape: Shape) -> None:
 def mlp(
     shape: tuple[int, ...], classes: int, hidden: Sequence[Count] = (256,), activation: Activation = "relu"
 ) -> nn.Module:
-    """Fully connected layers with biases, for images or rows of tables; hidden: their widths.
-
-    Example:
-        >>> sum(p.numel() for p in mlp((1, 28, 28), classes=10, hidden=[200]).parameters())  # 785 * 200 + 201 * 10
-        159010
-    """
+    """Fully connected layers with biases, for images or rows of tables; hidden: their widths."""
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for fan_in, fan_out in zip(widths[:-1], widths[1:], strict=True):
@@ -56,10 +51,6 @@ def lenet(shape: Shape, classes: int, stride: Count = 2, activation: Activation 
     Args:
         stride: of the first two convolutions; 1: every pixel keeps its place.
         activation: with another than sigmoid weights are torch's own. The slope of leaky_relu is .2.
-
-    Example:
-        >>> lenet((1, 28, 28), classes=10).linear.in_features  # 12 channels of 7 x 7
-        588
     """
     channels, height, width = shape
     flat = 12 * -(-height // stride**2) * -(-width // stride**2)
@@ -102,12 +93,7 @@ def convnet(shape: Shape, classes: int, width: Count = 64, norm: Norm = "batch")
 
 
 def resnet20(shape: Shape, classes: int, width: Count = 1, norm: Norm = "batch") -> nn.Module:
-    """ResNet-20 for small images (He et al., 2016), parameter-free shortcuts; width multiplies 16, 32, 64 channels.
-
-    Example:
-        >>> sum(p.numel() for p in resnet20((3, 32, 32), classes=10).parameters())  # the paper: 0.27M
-        269722
-    """
+    """ResNet-20 for small images (He et al., 2016), parameter-free shortcuts; width multiplies 16, 32, 64 channels."""
     return _ResNet(shape[0], classes, 16 * width, (3, 3, 3), partial(_ResNetBlock, norm=norm), norm)
 
 
