@@ -241,26 +241,22 @@ class _SentenceSearch:
             return list(range(len(words), frame, -1))
         return [t + 1 for t, some in enumerate(words) if model.end[-1] in some and t + 1 > frame]
 
-    def _pool(self, words: Sequence[list[int]]) -> list[list[int]]:
-        start, end = self.verifier.model.start, self.verifier.model.end
-        pool = [[w for w in some if w not in (*start, *end)] or some for some in words]
-        pool[: len(start)] = [[w] for w in start]
-        if end:
-            pool[len(words) - len(end) :] = [[w] for w in end]
-        return pool
-
     def _search(self, words: Sequence[list[int]], passed: Sequence[Ids], idle: int) -> Distances:
         """Sentences as long as these words.
 
         Args:
             idle: searches before this one that found nothing; words of sentences found before may then occur again.
         """
-        pool, fresh = self._pool(words), []
+        start, end = self.verifier.model.start, self.verifier.model.end
+        pool = [[w for w in some if w not in (*start, *end)] or some for some in words]
+        pool[: len(start)] = [[w] for w in start]
+        pool[len(words) - len(end) :] = [[w] for w in end]
+        if math.prod(map(len, pool)) <= EXHAUSTIVE:
+            return self._measured([ids for ids in product(*pool) if ids not in passed])
+        fresh = []
         for position, some in enumerate(pool):
             used = {ids[position] for ids in passed if position < len(ids)}
             fresh.append([w for w in some if w not in used] or some)
-        if math.prod(map(len, pool)) <= EXHAUSTIVE:
-            return self._measured([ids for ids in product(*pool) if ids not in passed])
         drawn = [
             tuple(some[int(torch.randint(len(some), (), generator=self.rng))] for some in fresh) for _ in range(STARTS)
         ]

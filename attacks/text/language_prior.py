@@ -18,7 +18,7 @@ from fedgauge.attacks.engine.cache import TensorCache, digest
 from fedgauge.attacks.engine.devices import CPU
 from fedgauge.attacks.learned.trainer import load, seeded, train
 from fedgauge.client.models.language import import_transformers
-from fedgauge.client.models.tokenizer import Tokenizer, load_tokenizer, model_place
+from fedgauge.client.models.tokenizer import Tokenizer, load_files, load_tokenizer
 from fedgauge.client.rng import generator
 
 AUXILIARY = "auxiliary"
@@ -160,12 +160,10 @@ class PretrainedPrior(LanguagePrior):
     """
 
     def __init__(self, source: str | Path, words: Tokenizer, device: torch.device = CPU) -> None:
-        place = model_place(source)
-        transformers = import_transformers()
         self._own, self._words = load_tokenizer(source), words
         self._shared = self._own.backend.get_vocab() == words.backend.get_vocab()
         settings = {"attn_implementation": "eager", "dtype": torch.float32, "use_safetensors": True}
-        net = place.load(transformers.AutoModelForCausalLM, **settings)
+        net = load_files(source, import_transformers().AutoModelForCausalLM, **settings)
         longest = int(getattr(net.config, "max_position_embeddings", 1024))
         super().__init__(net.eval().requires_grad_(False).to(device), longest)
         start = net.config.bos_token_id

@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import TOLERANCE, GuessVerifier, SentenceReader, Unreadable, two_blocks
 from fedgauge.attacks.text.dager import Ids
 from fedgauge.attacks.text.layer_inputs import CHUNK, first_inputs, layer_inputs, logits_along
-from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.models.language_parts import BlockParts
 from fedgauge.client.update import Batch
 
@@ -78,14 +76,6 @@ def head_subspaces(update: Mapping[str, Tensor], layer: BlockParts, heads: int) 
     return inverse
 
 
-def _heads(model: LanguageModel) -> int:
-    """Attention heads of a block; 1 where the model does not say."""
-    net: Any = model.net
-    own = next(iter(getattr(net, "blocks", ())), None)
-    heads: Any = getattr(getattr(net, "config", None), "num_attention_heads", None) or getattr(own, "heads", 1)
-    return int(heads)
-
-
 @torch.no_grad()
 def grown(verifier: GuessVerifier) -> dict[Ids, float]:
     """Beginnings of sentences, of every length, that fit the subspaces of two blocks best, with their worst word's misfit.
@@ -93,7 +83,8 @@ def grown(verifier: GuessVerifier) -> dict[Ids, float]:
     They lack the last word, which sends no gradient through the attention.
     """
     model, known, layers = verifier.model, verifier.known, two_blocks(verifier.model)
-    first, second = (head_subspaces(verifier.update, layer, _heads(model)) for layer in layers)
+    heads = int(getattr(getattr(model.net, "config", None), "num_attention_heads", 1))
+    first, second = (head_subspaces(verifier.update, layer, heads) for layer in layers)
     words = torch.tensor([i for i in range(model.tokenizer.size) if i != model.pad])
     places = known.shape[0] - 1
     single = torch.cat(

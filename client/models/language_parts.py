@@ -108,10 +108,9 @@ class PartFinder:
         rows: Any = None if position is None else self.modules[position]
         # RoBERTa's positions start behind the row of the padding
         reserved = -1 if rows is None or rows.padding_idx is None else int(rows.padding_idx)
-        own = int(getattr(net, "positions", 2**31))
         # OPT's table has two rows more than positions
         most = int(getattr(getattr(net, "config", None), "max_position_embeddings", 2**31))
-        self.positions = own if rows is None else min(int(rows.num_embeddings) - reserved - 1, most)
+        self.positions = most if rows is None else min(int(rows.num_embeddings) - reserved - 1, most)
         self.parts = ModelParts(
             word=self._weight(place["word"]),
             position=position and self._weight(position),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -87,54 +87,46 @@ def offline() -> bool:
     return requested or not may_download.get()
 
 
-class ModelPlace(NamedTuple):
-    """The folder of a model's files, or its name on the hub, and whether nothing may be downloaded."""
+def load_files(source: str | Path, kind: Any, **settings: Any) -> Any:
+    """Load a model's files by a class of the package transformers; no code among them is run.
 
-    name: str
-    local: bool
-
-    def load(self, kind: Any, **settings: Any) -> Any:
-        """Load the files by a class of the package transformers; no code among them is run.
-
-        Raises:
-            ValueError: they cannot be loaded.
-        """
-        try:
-            return kind.from_pretrained(self.name, local_files_only=self.local, trust_remote_code=False, **settings)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{self.name} cannot be loaded: {error}") from error
+    Raises:
+        ValueError: they cannot be loaded.
+    """
+    place, local = _place_of(source)
+    try:
+        return kind.from_pretrained(place, local_files_only=local, trust_remote_code=False, **settings)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{place} cannot be loaded: {error}") from error
 
 
-def model_place(source: str | Path) -> ModelPlace:
-    """Return where a model's files are; only a name on the hub may lead to a download.
+def _place_of(source: str | Path) -> tuple[str, bool]:
+    """The folder of a model's files, or its name on the hub, and whether nothing may be downloaded.
 
     Raises:
         ValueError: a folder does not exist, a path is given instead of a name, minilm's package is not installed, or a server
             named a model that is not in the hub's cache.
     """
-    local = True
     if isinstance(source, Path):
         if not source.is_dir():
             raise ValueError(f"{source} is not a folder of a model")
-        source = str(source.absolute())
-    elif source == "minilm":
+        return str(source.absolute()), True
+    if source == "minilm":
         spec = importlib.util.find_spec(MINILM)
         if spec is None or spec.origin is None:
             raise ValueError(f"minilm comes from the package {MINILM.replace('_', '-')}, which is not installed")
-        source = str(Path(spec.origin).parent / "model")
-    elif not HUB_NAME.fullmatch(source) or (may_download.get() and Path(source).exists()):
+        return str(Path(spec.origin).parent / "model"), True
+    if not HUB_NAME.fullmatch(source) or (may_download.get() and Path(source).exists()):
         raise ValueError(f"{source!r} is not a name on Hugging Face's hub: for files, set folder")
-    elif not may_download.get():
-        # transformers tries any text as a folder first, and a server that names a model must not name a folder here
-        from huggingface_hub import snapshot_download
+    if may_download.get():
+        return source, offline()
+    # transformers tries any text as a folder first, and a server that names a model must not name a folder here
+    from huggingface_hub import snapshot_download
 
-        try:
-            source = str(snapshot_download(source, local_files_only=True))
-        except OSError as error:
-            raise ValueError(f"{source} is not in the cache of Hugging Face's hub on this machine") from error
-    else:
-        local = offline()
-    return ModelPlace(source, local)
+    try:
+        return str(snapshot_download(source, local_files_only=True)), True
+    except OSError as error:
+        raise ValueError(f"{source} is not in the cache of Hugging Face's hub on this machine") from error
 
 
 @lru_cache(maxsize=4)
@@ -144,7 +136,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     Raises:
         ValueError: it cannot be loaded, or has no padding.
     """
-    found = model_place(source).load(import_library("transformers", "text").AutoTokenizer)
+    found = load_files(source, import_library("transformers", "text").AutoTokenizer)
     backend = found.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

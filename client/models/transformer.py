@@ -17,6 +17,7 @@ class Transformer(nn.Module):
         super().__init__()
         if width % heads or width % 2:
             raise ValueError(f"width must be even and divide among the heads, got {width} and {heads}")
+        self.config = SimpleNamespace(num_attention_heads=heads, max_position_embeddings=self.positions)
         self.words = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(_PostNormBlock(width, heads, hidden) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary)
