@@ -116,7 +116,13 @@ class learning_to_invert(StatefulAttack):
         network = network.to(next(iter(shadow.params.values())))
 
         def loss(outputs: Tensor, images: Tensor) -> Tensor:
-            return matched_error(outputs, shadow.auxiliary.x[images].flatten(2))
+            """The mean squared error under each row's best pairing of outputs and images."""
+            truth = shadow.auxiliary.x[images].flatten(2)
+            found = outputs.view(truth.shape)
+            if truth.shape[1] > 1:
+                order = hungarian(torch.cdist(truth, found.detach()).square())
+                found = found.gather(1, order[:, :, None].expand_as(found))
+            return F.mse_loss(found, truth)
 
         def train() -> dict[str, Tensor]:
             planned = budget.iterations
@@ -137,15 +143,6 @@ class learning_to_invert(StatefulAttack):
             if self.by_label:
                 raise
             return torch.zeros(len(wave), 0, dtype=torch.int64)
-
-
-def matched_error(found: Tensor, truth: Tensor) -> Tensor:
-    """Mean squared error between outputs (n, images * d) and images (n, images, d), under each row's best pairing."""
-    found = found.view(truth.shape)
-    if truth.shape[1] == 1:
-        return F.mse_loss(found, truth)
-    order = hungarian(torch.cdist(truth, found.detach()).square())
-    return F.mse_loss(found.gather(1, order[:, :, None].expand_as(found)), truth)
 
 
 def hungarian(costs: Tensor) -> Tensor:

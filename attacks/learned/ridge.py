@@ -174,21 +174,18 @@ class FittedRidge:
         return found.to(self.shadow.auxiliary.x).view(*labels.shape, *known.shape)
 
     def _fit(self) -> dict[str, Tensor]:
-        quiet, bond, start = self._choice()
-        found = self._ridge(self.shadow.shadow_data(False, quiet=quiet), bond, start)
-        numbers = (found.rows is not None, quiet, bond, found.regulariser, found.error)
-        kept = {"weights": found.weights, "centre": found.centre, "base": found.base}
-        return {**kept, "numbers": torch.tensor(numbers, dtype=torch.float64)}
-
-    def _choice(self) -> tuple[bool, float, float]:
-        """Choose on a small sample: noise-free training updates or not, bond, and regulariser."""
-        chain, found = self.shadow.known.chain, []
+        # noise-free training updates or not, bond and regulariser are chosen on a small sample
+        chain, tried = self.shadow.known.chain, []
         for quiet in (False, True)[: 1 + (chain.mean != chain)]:
             few = self.shadow.shadow_data(False, quiet=quiet, most=max(1, PILOT // self.shadow.known.batch_size))
             for bond in BONDS:
                 ridge = self._ridge(few, bond, 1e-2)
-                found.append((ridge.error, quiet, bond, ridge.regulariser))
-        return min(found)[1:]
+                tried.append((ridge.error, quiet, bond, ridge.regulariser))
+        _, quiet, bond, start = min(tried)
+        found = self._ridge(self.shadow.shadow_data(False, quiet=quiet), bond, start)
+        numbers = (found.rows is not None, quiet, bond, found.regulariser, found.error)
+        kept = {"weights": found.weights, "centre": found.centre, "base": found.base}
+        return {**kept, "numbers": torch.tensor(numbers, dtype=torch.float64)}
 
     def _ridge(self, data: ShadowDataset, bond: float, start: float) -> Ridge:
         held, images = self.shadow.shadow_data(True), self.shadow.auxiliary.x

@@ -5,6 +5,7 @@ Inverters are trained on shadow updates (`train_inverter`); normal noise is draw
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from fedgauge.attacks.base import Reconstruction
 from fedgauge.attacks.engine.deadline import Deadline
-from fedgauge.attacks.learned.shadow_updates import ShadowDataset, ShadowTrainer
+from fedgauge.attacks.learned.shadow_updates import ShadowTrainer
 from fedgauge.client.rng import generator, seed_of
 
 Network = TypeVar("Network")
@@ -146,28 +147,21 @@ def train_inverter(
     end = shadow.known.chain.update_distribution
     plain = end is not None and not (end.signed or end.sparse or end.scale or end.hidden) and end.shrink == 1
     sigma = end.sigma if end is not None and plain else 0.0  # of noise that each training step can draw itself
-    shadow_data, held = shadow.shadow_data(False, quiet=sigma > 0), shadow.shadow_data(True)
-    noise = sigma * shadow.view.noise(shadow.entries).to(shadow_data.rows)
-    prepare(shadow_data.rows, noise)
-    size, epoch = together or len(held.rows), -(-len(shadow_data.rows) // batch)
-    parts = list(zip(held.rows.split(size), _images(held).split(size), strict=True))
-    drawn = _batches(shadow_data, noise if sigma else None, batch, name)
-    return train(network, lambda rows, images: loss(network(rows), images), drawn, parts, epoch, *settings)
+    own, held = shadow.shadow_data(False, quiet=sigma > 0), shadow.shadow_data(True)
+    noise = sigma * shadow.view.noise(shadow.entries).to(own.rows)
+    prepare(own.rows, noise)
+    images, held_images = (data.groups.reshape(len(data.rows), -1) for data in (own, held))
 
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for passed in count():
+            order = torch.randperm(len(images), generator=generator("order", name, passed))
+            for chosen in order.split(batch):
+                rows = own.rows[chosen]
+                if sigma:
+                    draw = generator("noise", name, passed, int(chosen[0]))
+                    rows = rows + noise * torch.randn(rows.shape, generator=draw).to(rows)
+                yield rows, images[chosen]
 
-def _images(data: ShadowDataset) -> Tensor:
-    return data.groups.reshape(len(data.rows), -1)
-
-
-def _batches(data: ShadowDataset, noise: Tensor | None, size: int, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless rows and image numbers (n, images), each step with its own draws of the noise."""
-    images, passed = _images(data), 0
-    while True:
-        order = torch.randperm(len(images), generator=generator("order", name, passed))
-        for chosen in order.split(size):
-            rows = data.rows[chosen]
-            if noise is not None:
-                draw = generator("noise", name, passed, int(chosen[0]))
-                rows = rows + noise * torch.randn(rows.shape, generator=draw).to(rows)
-            yield rows, images[chosen]
-        passed += 1
+    size, epoch = together or len(held.rows), -(-len(own.rows) // batch)
+    parts = list(zip(held.rows.split(size), held_images.split(size), strict=True))
+    return train(network, lambda rows, images: loss(network(rows), images), batches(), parts, epoch, *settings)

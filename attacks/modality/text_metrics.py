@@ -4,7 +4,7 @@ ROUGE (Lin, 2004) as F measure of decoded text, once without and once with the s
 are always known, and with them even random words score well. Padding never counts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any
@@ -29,11 +29,8 @@ def text_metrics(tokenizer: Tokenizer) -> list[Metric]:
         for ending in ("", SPECIAL)
         for kind in ROUGE
     ]
-    own: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "token_accuracy": partial(token_accuracy, tokenizer=tokenizer),
-        "exact": exact,
-    }
-    return [*rouge, *(Metric(name, compute) for name, compute in own.items())]
+    accuracy = Metric("token_accuracy", partial(token_accuracy, tokenizer=tokenizer))
+    return [*rouge, accuracy, Metric("exact", exact)]
 
 
 def match_sentences(truth: Tensor, guess: Tensor, tokenizer: Tokenizer) -> Tensor:

@@ -82,21 +82,13 @@ class Matcher:
         # in units of the gradient, as the papers' weights are
         observed = {name: wave.update[name] / -known.scale for name in self.names}
         self.seen = ObservedGradients(observed, distribution.sparse)
-        self.way: Way = self._way()
-
-    def _way(self) -> Way:
-        chain, size = self.known.chain, self.known.batch_size
+        chain, size = self.known.chain, known.batch_size
         others = (link for link in chain.links if not isinstance(link, local_sgd))
         plain = all(is_identity(noise_free(link)) for link in others) and self.signed is None
-        whole = chain.parts == 1 and chain.slice_of(size) == size
-        if not (
-            plain
-            and whole
-            and chain.local.one_gradient
-            and is_mean(self.known.loss, self.known.classes, self.known.label_kind)
-        ):
-            return "chain"
-        return "formed" if self.kind == "l2_l1" else "products"
+        whole = chain.parts == 1 and chain.slice_of(size) == size and chain.local.one_gradient
+        self.way: Way = "formed" if kind == "l2_l1" else "products"
+        if not (plain and whole and is_mean(known.loss, known.classes, known.label_kind)):
+            self.way = "chain"
 
     def value(self, guess: SentenceGuess) -> Tensor:
         """Distances (P,)."""

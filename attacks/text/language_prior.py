@@ -7,6 +7,7 @@ the guess's text in its own tokens.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,7 +98,19 @@ class TrainedPrior(LanguagePrior):
         self._place = torch.zeros(vocabulary, dtype=torch.int64)  # 0: any other word
         self._place[known] = torch.arange(1, len(known) + 1)
         self._others = max(vocabulary - len(known), 1)
-        super().__init__(_gpt2(len(known) + 1, text.shape[1]).to(device), text.shape[1])
+        transformers = import_transformers()
+        config = transformers.GPT2Config(
+            vocab_size=len(known) + 1,
+            n_embd=WIDTH,
+            n_layer=LAYERS,
+            n_head=HEADS,
+            n_positions=max(text.shape[1], 2),
+            bos_token_id=None,
+            eos_token_id=None,
+            use_cache=False,
+        )
+        made = partial(transformers.AutoModelForCausalLM.from_config, config, attn_implementation="eager")
+        super().__init__(seeded(made, "language model").eval().to(device), text.shape[1])
         name = digest("language model", VERSION, text, pad, vocabulary, steps)
         self.record = load(self._net, TensorCache.own().get(name, lambda: self._train(text, pad, steps)))
 
@@ -132,22 +145,6 @@ class TrainedPrior(LanguagePrior):
         parts = list(zip(ids[held].split(TOGETHER), seen[held].split(TOGETHER), strict=True))
         settings = (CHECK_EVERY, RATE, PATIENCE, steps)
         return train(self._net, loss, batches(), parts, *settings, schedule=rate, betas=(0.9, 0.98), fused=None)
-
-
-def _gpt2(vocabulary: int, positions: int) -> Any:
-    transformers = import_transformers()
-    config = transformers.GPT2Config(
-        vocab_size=vocabulary,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        n_positions=max(positions, 2),
-        bos_token_id=None,
-        eos_token_id=None,
-        use_cache=False,
-    )
-    made = transformers.AutoModelForCausalLM.from_config
-    return seeded(lambda: made(config, attn_implementation="eager").eval(), "language model")
 
 
 class PretrainedPrior(LanguagePrior):

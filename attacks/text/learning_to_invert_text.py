@@ -70,7 +70,11 @@ class learning_to_invert_text(Attack):
         try:
             model = language_model(known)
             view = UpdateFeatures(False, self.buckets, self.signed)
-            shadow = ShadowTrainer(self._training_knowledge(known, model), wave.params, view, self.passes)
+            learnt_from = known
+            if self.pseudo and (text := known.auxiliary) is not None:
+                made = pseudo_sentences(text, self.pseudo, known.classes, model)
+                learnt_from = replace(known, auxiliary=made if self.alone else concatenate([text, made]))
+            shadow = ShadowTrainer(learnt_from, wave.params, view, self.passes)
             words = shadow.auxiliary.x.unique()  # those that occur in the training text
             network, record = self._inverter(shadow, words, budget, clock)
         except ValueError as error:
@@ -98,14 +102,6 @@ class learning_to_invert_text(Attack):
             )
 
         return network, load(network, shadow.cache.get(f"inverter-{name}", train))
-
-    def _training_knowledge(self, known: Knowledge, model: LanguageModel) -> Knowledge:
-        if not self.pseudo or known.auxiliary is None:
-            return known
-        made = pseudo_sentences(known.auxiliary, self.pseudo, known.classes, model)
-        if not self.alone:
-            made = concatenate([known.auxiliary, made])
-        return replace(known, auxiliary=made)
 
 
 def pseudo_sentences(text: Batch, count: int, classes: int, model: LanguageModel) -> Batch:

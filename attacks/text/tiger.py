@@ -7,7 +7,7 @@ package's.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,29 +45,19 @@ class tiger(SentenceReader):
     rate: Positive = 0.1
 
     def read(self, verifier: GuessVerifier, budget: Budget, stream: Stream, deadline: Deadline) -> tuple[Batch, float]:
-        search = _WordSearch(self, verifier, self._subspaces(verifier), deadline)
+        search = _WordSearch(self, verifier, deadline)
         found = []
         for restart in range(budget.restarts):
             starts = [search.descend(budget.iterations, stream("start", restart))]
-            starts += [search.nearest()] if restart == 0 else []  # it is the same in each
+            if restart == 0:  # the nearest words one by one, which are the same in each restart
+                nearest = search.prior.expand(len(search.mask), -1, -1)
+                starts.append((search.words(nearest), nearest))
             found.append(search.exchange(*min(starts, key=lambda start: search.value(start[0]))))
             if deadline.over():
                 break
         words, _ = min(found, key=lambda one: one[1])
         verifier.spent = search.spent
         return labelled(verifier, [ids[there].tolist() for ids, there in zip(words, search.mask, strict=True)])
-
-    def _subspaces(self, verifier: GuessVerifier) -> "Spaces":
-        """Those of the blocks that rise above the noise, the first block's first."""
-        known, update, spaces = verifier.known, verifier.update, {}
-        for layer in verifier.model.parts.layers[:BLOCKS]:
-            parts = [m.of(update)[0] for m in (layer.query, layer.key, layer.value) if m.weight in update]
-            found = subspace(parts, known.batch_size * known.shape[0], noise_of(known))
-            if found is not None:
-                spaces[layer.query.weight] = found
-            elif not spaces:
-                raise Unreadable("attention block 1's gradient is not shared, lost in noise, or of nearly full rank")
-        return spaces
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +85,6 @@ class Subspace:
         explained = (cross * torch.linalg.solve(inner, cross)).sum(-2)
         missing: Tensor = ((1 - explained) * self.weights).sum(-1) / self.weights.sum()
         return missing
-
-
-Spaces = Mapping[str, Subspace]  # by a weight of the map whose inputs they are about, in the order of the blocks
 
 
 def subspace(parts: Sequence[Tensor], most: int, noise: float) -> Subspace | None:
@@ -133,9 +120,24 @@ def subspace(parts: Sequence[Tensor], most: int, noise: float) -> Subspace | Non
 
 
 class _WordSearch:
-    def __init__(self, attack: tiger, verifier: GuessVerifier, spaces: Spaces, deadline: Deadline) -> None:
-        self.attack, self.verifier, self.model, self.deadline = attack, verifier, verifier.model, deadline
-        self.spaces, self.spent = spaces, 0
+    def __init__(self, attack: tiger, verifier: GuessVerifier, deadline: Deadline) -> None:
+        self.attack, self.verifier, self.model, self.deadline, self.spent = (
+            attack,
+            verifier,
+            verifier.model,
+            deadline,
+            0,
+        )
+        known, update = verifier.known, verifier.update
+        # of the blocks that rise above the noise, by a weight of the map whose inputs they are about
+        self.spaces: dict[str, Subspace] = {}
+        for layer in self.model.parts.layers[:BLOCKS]:
+            parts = [m.of(update)[0] for m in (layer.query, layer.key, layer.value) if m.weight in update]
+            found = subspace(parts, known.batch_size * known.shape[0], noise_of(known))
+            if found is not None:
+                self.spaces[layer.query.weight] = found
+            elif not self.spaces:
+                raise Unreadable("attention block 1's gradient is not shared, lost in noise, or of nearly full rank")
         self.table = self.model.value(self.model.parts.word, verifier.params).detach()
         fit = self._fit()
         self.mask, self.free, self.ids = self._places(fit)
@@ -203,14 +205,9 @@ class _WordSearch:
             logits.grad = slope.nan_to_num()
             optimizer.step()
             self.spent += 1
-        return self._words(logits.cpu()), logits.cpu()
+        return self.words(logits.cpu()), logits.cpu()
 
-    def nearest(self) -> tuple[Tensor, Tensor]:
-        """Return the nearest words (B, L) one by one, equal in all sentences, and their logits (B, L, K)."""
-        logits = self.prior.expand(len(self.mask), -1, -1)
-        return self._words(logits), logits
-
-    def _words(self, logits: Tensor) -> Tensor:
+    def words(self, logits: Tensor) -> Tensor:
         best = logits.argmax(-1)
         words = self.candidates.expand(len(best), -1, -1).gather(2, best[..., None])[..., 0]
         return torch.where(self.free, words, self.ids)

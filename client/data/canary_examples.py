@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from fedgauge.client.data.batches import Shards
-from fedgauge.client.data.dataset import Dataset
 from fedgauge.client.rng import generator
 
 
@@ -33,17 +32,10 @@ def with_canary_examples(shards: Shards, clients: Sequence[int], each: int, coin
         order = mine[torch.randperm(len(mine), generator=generator(shards.seed, "canary examples", client))]
         canaries[client], others = order[:each], order[each:]
         indices[client] = torch.cat([order[:each].where(tossed, others[:each]), others[each:]])
-    dataset = _mislabelled(shards.dataset, torch.cat(canaries), generator(shards.seed, "canary labels"))
+    dataset, rows = shards.dataset, torch.cat(canaries)
+    if dataset.one_class and dataset.classes > 1:
+        # the gradient of an example with a wrong label stays large while the others' fade
+        y, rng = dataset.y.clone(), generator(shards.seed, "canary labels")
+        y[rows] = (y[rows] + torch.randint(1, dataset.classes, rows.shape, generator=rng)) % dataset.classes
+        dataset = replace(dataset, y=y)
     return replace(shards, dataset=dataset, indices=tuple(indices), canaries=tuple(canaries))
-
-
-def _mislabelled(dataset: Dataset, rows: Tensor, rng: Generator) -> Dataset:
-    """Draw another label for each of these training examples; datasets of unlabelled text stay unchanged.
-
-    The gradient of an example with a wrong label stays large while the others' fade.
-    """
-    if not dataset.one_class or dataset.classes < 2:
-        return dataset
-    y = dataset.y.clone()
-    y[rows] = (y[rows] + torch.randint(1, dataset.classes, rows.shape, generator=rng)) % dataset.classes
-    return replace(dataset, y=y)

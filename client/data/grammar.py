@@ -1,7 +1,6 @@
 """A small language: some thousand short sentences, private ones and those of work, from a grammar of a few lines."""
 
 from collections.abc import Iterator
-from functools import cache
 from hashlib import blake2b
 from itertools import count
 
@@ -70,7 +69,6 @@ _TEMPLATES = (
 )
 
 
-@cache
 def sentences() -> list[tuple[str, int]]:
     """Distinct sentences of 4 to 12 words with their classes, the same on every machine, the classes taking turns."""
     found: dict[str, int] = {}

@@ -178,15 +178,13 @@ def _images(x: Tensor, where: str, layout: Layout) -> Tensor:
 def _dataset(path: Path, parts: Parts, classes: int | None, mean: Statistics, std: Statistics) -> Dataset:
     """Compute what is not given."""
     x, y, _, y_test = parts
-    if classes is None and y.is_floating_point():
-        classes = count_classes(y, y_test)
-    fitted = tuple(key for key, given in (("mean", mean), ("std", std), ("classes", classes)) if given is None)
+    computed = {"mean": mean is None, "std": std is None, "classes": classes is None and not y.is_floating_point()}
     # of counts of grey values, which are exact
     counts = [torch.bincount(x[:, c].flatten(), minlength=256).double() / x[:, c].numel() for c in range(x.shape[1])]
     levels = torch.arange(256, dtype=torch.float64) / 255
     means = [float(count @ levels) for count in counts]
     if std is None:
         std = [float((count @ (levels - m).square()).sqrt()) for count, m in zip(counts, means, strict=True)]
-    every = count_classes(y, y_test) if classes is None else classes
     statistics = tuple(means if mean is None else mean), tuple(std)
-    return Dataset(path.stem or str(path), *parts, every, *statistics, fitted=fitted)
+    fitted = tuple(key for key, own in computed.items() if own)
+    return Dataset(path.stem or str(path), *parts, classes or count_classes(y, y_test), *statistics, fitted=fitted)
