@@ -53,7 +53,7 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
         NO_DERIVATIVE if cannot_move(fed, planned) else "",
         "" if is_cross_entropy(fed.loss) else f"loss {describe(fed.protocol.loss)} known",
         batch,
-        ", ".join(filter(None, (modality.condition(planned.lengths), auxiliary))),
+        ", ".join(filter(None, (modality.condition.format(planned.lengths), auxiliary))),
         _batch_norm(fed) if norms else "",
         "each client's earlier rounds" if attack.is_stateful else "",
         "tuned on shadow updates of auxiliary examples" if planned.tune == "shadow" else "",

@@ -5,12 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedgauge.attacks.base import Knowledge
 from fedgauge.attacks.modality.base import Measured, Modality
 from fedgauge.attacks.modality.image_metrics import Metric, correlation, identified, mse, psnr
 from fedgauge.attacks.modality.images import IMAGE_ATTACKS, ImageModality
-
-BEYOND = 1.0  # part of the public examples' range by which private ones may lie outside of it
 
 
 class ArrayModality(ImageModality):
@@ -30,6 +27,9 @@ class ArrayModality(ImageModality):
     given_labels = ("class_mean_array",)
     attacks = (IMAGE_ATTACKS,)
     parts = "numbers"
+    # private examples may lie outside the public ones' range by as much as that
+    bounds = (-1.0, 2.0)
+    condition = "range of public arrays known"
 
     @classmethod
     def holds(cls, x: Tensor) -> bool:
@@ -40,14 +40,5 @@ class ArrayModality(ImageModality):
 
     def arranged(self, x: Tensor) -> Tensor:
         return self.dataset.in_units(x.float())
-
-    def possible(self, x: Tensor) -> Tensor:
-        return x.clamp(-BEYOND, 1 + BEYOND)
-
-    def informed(self, known: Knowledge) -> Knowledge:
-        return replace(known, low=-BEYOND, high=1 + BEYOND)
-
-    def condition(self, lengths: str) -> str:
-        return "range of public arrays known"
 
     auxiliary = Modality.auxiliary

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
@@ -115,6 +115,8 @@ class Modality(ABC):
         gives_lengths: whether the threat model may give the attacker the examples' lengths.
         hides_training: why an update does not reveal its client's training; empty if it does.
         parts: what an example's shape counts.
+        bounds: the least and greatest value of a possible example; None: there are none.
+        condition: further knowledge of the examples for the threat-model card; {} stands for what is known of their lengths.
     """
 
     dataset: Dataset
@@ -129,6 +131,8 @@ class Modality(ABC):
     gives_lengths: ClassVar[bool] = False
     hides_training: ClassVar[str] = ""
     parts: ClassVar[str] = "numbers"
+    bounds: ClassVar[tuple[float, float] | None] = None
+    condition: ClassVar[str]
 
     @classmethod
     @abstractmethod
@@ -149,11 +153,11 @@ class Modality(ABC):
 
     def possible(self, x: Tensor) -> Tensor:
         """A reconstruction as examples that can be: a client that grades at home takes no others."""
-        return x
+        return x if self.bounds is None else x.clamp(*self.bounds)
 
     def informed(self, known: Knowledge) -> Knowledge:
         """Add what an attacker knows beforehand of such examples."""
-        return known
+        return known if self.bounds is None else replace(known, low=self.bounds[0], high=self.bounds[1])
 
     def of_batch(self, truth: Tensor, found: Reconstruction) -> dict[str, float]:
         """Metrics of a whole update, by name, from its truth and what was found, in the same order."""
@@ -162,10 +166,6 @@ class Modality(ABC):
     def small_model(self) -> Table:
         """Return the component table of a small network that reads such examples, to try a client's file with."""
         return {"use": "mlp", "hidden": [16]}
-
-    def condition(self, lengths: str) -> str:
-        """Return further knowledge of the examples for the threat-model card; empty if there is none."""
-        return ""
 
     def auxiliary(self, chosen: Auxiliary, size: int) -> str:
         """The attacker's public examples, for its threat-model card."""

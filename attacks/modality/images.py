@@ -43,6 +43,8 @@ class ImageModality(Modality):
     attacks: ClassVar[tuple[str, ...]] = (IMAGE_ATTACKS, DECODERS)
     shown_as = "image"
     parts = "pixels"
+    bounds = (0.0, 1.0)
+    condition = "normalisation known"
 
     @classmethod
     def holds(cls, x: Tensor) -> bool:
@@ -68,12 +70,6 @@ class ImageModality(Modality):
                 f"expected pixels as uint8 or in [0, 1], before any normalisation, got {float(x.min()):.3g} to {float(x.max()):.3g}"
             )
         return x
-
-    def possible(self, x: Tensor) -> Tensor:
-        return x.clamp(0, 1)
-
-    def condition(self, lengths: str) -> str:
-        return "normalisation known"
 
     def auxiliary(self, chosen: Auxiliary, size: int) -> str:
         if chosen.size is None and chosen.classes:

@@ -40,6 +40,7 @@ class RowModality(Modality):
     attacks = ("fedgauge.row_attacks",)
     shown_as = "text"
     parts = "entries"
+    condition = "columns and their bounds known"
 
     @classmethod
     def holds(cls, x: Tensor) -> bool:
@@ -90,9 +91,6 @@ class RowModality(Modality):
 
     def informed(self, known: Knowledge) -> Knowledge:
         return replace(known, columns=self.columns)
-
-    def condition(self, lengths: str) -> str:
-        return "columns and their bounds known"
 
     def headings(self) -> tuple[str, ...]:
         return tuple(column.name for column in self.columns)

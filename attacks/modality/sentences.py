@@ -42,6 +42,7 @@ class SentenceModality(Modality):
     shown_as = "text"
     gives_lengths = True
     parts = "tokens"
+    condition = "lengths {}"
     hides_training = "only trainings on images are compared"
 
     @classmethod
@@ -56,9 +57,6 @@ class SentenceModality(Modality):
 
     def small_model(self) -> Table:
         return {"use": "tiny_bert" if self.dataset.task == "classification" else "tiny_gpt2"}
-
-    def condition(self, lengths: str) -> str:
-        return f"lengths {lengths}"
 
     def words(self, x: Tensor) -> list[str]:
         tokenizer = self.dataset.tokenizer
