@@ -6,6 +6,7 @@ are white, so few steps suffice: they are long in directions in which images var
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -65,18 +66,17 @@ class WhitenedPrior:
         return (x - self.mean) @ self.back.T
 
 
+# of each tensor's entries, as a + b times the mean square of the observed ones. Noise has one size, but the error of a guess's
+# update grows with the update, and updates of one model differ by orders of magnitude.
+Variances = Mapping[str, tuple[float, float]]
+
+
 @dataclass(frozen=True, eq=False)
 class UpdateLikelihood:
-    """-log p(seen | images) up to a constant: normal around the chain's noise-free form, with a variance for each tensor.
-
-    Args:
-        variances: of a tensor's entries, as a + b times the mean square of the observed ones. Noise has one size, but the
-            error of a guess's update grows with the update, and updates of one model differ by orders of magnitude.
-    """
+    """-log p(seen | images) up to a constant: normal around the chain's noise-free form, with a variance for each tensor."""
 
     known: Knowledge
     params: Params
-    variances: dict[str, tuple[float, float]]
 
     @cached_property
     def simulator(self) -> Simulator:
@@ -108,12 +108,12 @@ class UpdateLikelihood:
         """Mean squares (n,) of observed tensors (n, ...)."""
         return self.mean(seen, seen.flatten(1).square())
 
-    def slopes(self, x: Tensor, y: Tensor, seen: Update) -> Tensor:
+    def slopes(self, x: Tensor, y: Tensor, seen: Update, variances: Variances) -> Tensor:
         """Its gradients by batches x (n, B, C, H, W)."""
         with torch.enable_grad():
             leaf, parts = x.detach().requires_grad_(), []
             for k, t in self.squares(leaf, y, seen).items():
-                a, b = self.variances[k]
+                a, b = variances[k]
                 parts.append(t.sum(1) / (2 * (a + b * self.size(seen[k]) + TINY)))
             (found,) = torch.autograd.grad(torch.stack(parts).sum(), leaf)
         return found.nan_to_num(0.0, 0.0, 0.0)
@@ -141,10 +141,13 @@ class Refinement:
         return WhitenedPrior(**{k: t.to(x) for k, t in kept.items()})
 
     @cached_property
-    def variances(self) -> dict[str, tuple[float, float]]:
-        """The distance of held-out images' updates to those of the linear answers: a and b of each tensor."""
-        updates, batches, start = self.held
-        misfit = UpdateLikelihood(self.shadow.known, self.shadow.params, {})
+    def misfit(self) -> UpdateLikelihood:
+        return UpdateLikelihood(self.shadow.known, self.shadow.params)
+
+    @cached_property
+    def variances(self) -> Variances:
+        """The distance of held-out images' updates to those of the linear answers."""
+        (updates, batches, start), misfit = self.held, self.misfit
         found = misfit.squares(start.view_as(batches.x), batches.y, updates)
         return {k: _line(misfit.size(updates[k]), misfit.mean(updates[k], t.detach())) for k, t in found.items()}
 
@@ -181,31 +184,23 @@ class Refinement:
     ) -> tuple[Tensor, int]:
         """Images (n, B, d) in [0, 1], from a start (n, B, d), and the number of steps."""
         variances = {k: (a / trust, b / trust) for k, (a, b) in self.variances.items()}
-        misfit = UpdateLikelihood(self.shadow.known, self.shadow.params, variances)
-        each = max(1, TOGETHER // labels.shape[1])
         found = []
-        for rows in torch.arange(len(labels)).split(each):
-            seen = {k: t[rows] for k, t in updates.items()}
-            found.append(self._descended(seen, labels[rows], start[rows], misfit, clock))
+        for rows in torch.arange(len(labels)).split(max(1, TOGETHER // labels.shape[1])):
+            seen, y, done = {k: t[rows] for k, t in updates.items()}, labels[rows], 0
+            z = self.prior.coordinates(start[rows])
+            adam = torch.optim.Adam([z], lr=RATE, betas=MOMENTS)
+            schedule = torch.optim.lr_scheduler.LambdaLR(
+                adam, lambda done: 0.5 + 0.5 * math.cos(math.pi * done / self.steps)
+            )
+            while done < self.steps and not clock.over():
+                x = self.prior.images(z).view(*y.shape, *self.shadow.known.shape)
+                z.grad = self.misfit.slopes(x, y, seen, variances).flatten(2) @ self.prior.factor + z
+                adam.step()
+                schedule.step()
+                done += 1
+            found.append((self.prior.images(z).clamp(0, 1) if done else start[rows], done))
         images, spent = zip(*found, strict=True)
         return torch.cat(images), min(spent)
-
-    def _descended(
-        self, seen: Update, labels: Tensor, start: Tensor, misfit: UpdateLikelihood, clock: Deadline
-    ) -> tuple[Tensor, int]:
-        z = self.prior.coordinates(start)
-        adam = torch.optim.Adam([z], lr=RATE, betas=MOMENTS)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            adam, lambda done: 0.5 + 0.5 * math.cos(math.pi * done / self.steps)
-        )
-        for done in range(self.steps):
-            if clock.over():
-                return self.prior.images(z).clamp(0, 1) if done else start, done
-            slopes = misfit.slopes(self.prior.images(z).view(*labels.shape, *self.shadow.known.shape), labels, seen)
-            z.grad = slopes.flatten(2) @ self.prior.factor + z
-            adam.step()
-            schedule.step()
-        return self.prior.images(z).clamp(0, 1), self.steps
 
 
 def _line(sizes: Tensor, squares: Tensor) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from itertools import islice, permutations, product
 import torch
 from torch import Tensor
 
-from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Stream, Streams, Wave
+from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Status, Stream, Streams, Wave
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.exact.closed_form import EachByItself, Reader
 from fedgauge.attacks.text.layer_inputs import head, layer_inputs, logits_along
@@ -166,10 +166,10 @@ class SentenceReader(EachByItself):
         verifier = GuessVerifier(alone, known)
         batch, error = self.read(verifier, budget, stream, deadline)
         y, reason = None if verifier.decodes else batch.y, verifier.verdict(batch, error)
-        if not deadline.over() or error <= TOLERANCE:
-            return Reconstruction(batch.x, y, error, verifier.spent, 0.0, "converged", reason)
-        reason = f"its seconds were over; {reason}"
-        return Reconstruction(batch.x, y, error, verifier.spent, 0.0, "out_of_budget", reason)
+        if late := deadline.over() and error > TOLERANCE:
+            reason = f"its seconds were over; {reason}"
+        status: Status = "out_of_budget" if late else "converged"
+        return Reconstruction(batch.x, y, error, verifier.spent, 0.0, status, reason)
 
 
 def labelled(verifier: GuessVerifier, sentences: Sequence[Sequence[int]]) -> tuple[Batch, float]:

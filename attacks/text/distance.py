@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
-from fedgauge.attacks.engine.gradient_distances import InnerProducts, root, signs
+from fedgauge.attacks.engine.gradient_distances import InnerProducts, cosine, each, root, signs
 from fedgauge.attacks.text.certificate import Unreadable, language_model
 from fedgauge.attacks.text.ghost_products import ObservedGradients, gradients
 from fedgauge.client.local_training import local_sgd
@@ -161,8 +161,7 @@ class Matcher:
         if self.seen.visible:
             expected = {k: torch.where(seen[k] != 0, t, torch.zeros_like(t)) for k, t in expected.items()}
         if self.kind == "cosine":
-            products = [((seen[k] * t).sum(), seen[k].square().sum(), t.square().sum()) for k, t in expected.items()]
-            return self._of_products(InnerProducts(*(torch.stack(c)[None] for c in zip(*products, strict=True))))[0]
+            return each(cosine())(seen, expected)
         apart = [seen[k] - t for k, t in expected.items()]
         return torch.stack([t.square().sum() + self.l1 * t.abs().sum() for t in apart]).sum()
 

@@ -95,15 +95,19 @@ def csv(
     """
     columns = [text] if task == "next_token" else [text, label]
     table = read_table(path, columns, needed=columns)
-    cells = zip(
-        *(["" if c is None else str(c).strip() for c in table[name].to_pylist()] for name in columns), strict=True
-    )
-    kept = [row for row in cells if row[0]]
+    cells = [["" if c is None else str(c).strip() for c in table[name].to_pylist()] for name in columns]
+    kept = [row for row in zip(*cells, strict=True) if row[0]]
     labels, count, names = [0] * len(kept), 2, tuple[str, ...]()
     if task == "classification":
-        if not all(row[1] for row in kept):
+        written = [row[1] for row in kept]
+        if not all(written):
             raise ValueError(f"{path}: some sentences have no label in column {label!r}: leave such rows out")
-        labels, count, names = _classes(path, label, [row[1] for row in kept], classes)
+        if classes is None and all(v.isascii() and v.isdigit() and len(v) < 6 for v in written):
+            labels = [int(v) for v in written]
+            count = max(labels, default=0) + 1
+        else:
+            names = tuple(sorted(set(written))) if classes is None else tuple(classes)
+            labels, count = numbers(written, names, f"{path}: column {label!r}"), len(names)
     rows = [(row[0], y) for row, y in zip(kept, labels, strict=True)]
     corpus = _corpus(rows, held_out(len(rows), test, path).tolist())
     words = _tokenizer(corpus, tokenizer, tokenizer_folder, vocabulary)
@@ -115,17 +119,6 @@ def csv(
 
 def _corpus(rows: Sequence[Row], tested: Sequence[bool]) -> Corpus:
     return Corpus(*([row for row, t in zip(rows, tested, strict=True) if t == part] for part in (False, True)))
-
-
-def _classes(
-    path: Path, column: str, written: Sequence[str], names: Sequence[str] | None
-) -> tuple[list[int], int, tuple[str, ...]]:
-    """The labels as numbers, the number of classes, and their names if they have names."""
-    if names is None and all(v.isascii() and v.isdigit() and len(v) < 6 for v in written):
-        found = [int(v) for v in written]
-        return found, max(found, default=0) + 1, ()
-    known = tuple(names) if names is not None else tuple(sorted(set(written)))
-    return numbers(written, known, f"{path}: column {column!r}"), len(known), known
 
 
 def numbers(written: Sequence[str], classes: Sequence[str], where: str) -> list[int]:

@@ -37,11 +37,9 @@ def lora(
     """
     peft = import_library("peft", "adapters")
     layers = _matching(dict(model.named_modules()), modules)
-    # as GPT-2 stores its weights (in, out)
-    transposed = {type(model.get_submodule(name)).__name__ == "Conv1D" for name in layers}
-    if len(transposed) > 1:
-        raise ValueError("modules: some of these layers store their weights transposed: name layers of one kind")
-    config = peft.LoraConfig(r=rank, lora_alpha=rank * scale, target_modules=layers, fan_in_fan_out=True in transposed)
+    # GPT-2 stores its weights (in, out)
+    transposed = any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in layers)
+    config = peft.LoraConfig(r=rank, lora_alpha=rank * scale, target_modules=layers, fan_in_fan_out=transposed)
     try:
         peft.inject_adapter_in_model(config, model)
     except ValueError as error:  # a kind of layer that it cannot adapt
