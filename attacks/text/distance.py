@@ -7,7 +7,7 @@ count, and go through the client's whole chain where the update is more than one
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor
@@ -18,7 +18,7 @@ from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.gradient_distances import InnerProducts, cosine, each, root, signs
 from fedgauge.attacks.text.certificate import Unreadable, language_model
-from fedgauge.attacks.text.ghost_products import ObservedGradients, gradients
+from fedgauge.attacks.text.ghost_products import ObservedGradients, SentenceGuess, gradients
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.losses import is_mean
 from fedgauge.client.transforms import UpdateDistribution, is_identity, noise_free
@@ -29,22 +29,6 @@ FEW = 4  # problems in one pass that forms all gradients together
 TINY = 1e-20
 Kind = Literal["cosine", "squared", "l2_l1"]
 Way = Literal["products", "formed", "chain"]
-
-
-class SentenceGuess(NamedTuple):
-    """P problems' batches of sentences.
-
-    Args:
-        x: word embeddings (P, B, L, width).
-        y: labels (P, B), or next words' probabilities (P, B, L, vocabulary).
-        mask: which positions exist (P, B, L).
-        owners: (P,) each problem's observation; equal ones are adjacent.
-    """
-
-    x: Tensor
-    y: Tensor
-    mask: Tensor
-    owners: Tensor
 
 
 class Matcher:
@@ -126,12 +110,11 @@ class Matcher:
         return values, *slopes
 
     def _in_one_pass(self, guess: SentenceGuess, differentiable: bool) -> Tensor:
-        x, y, mask, owners = guess
-        parts = gradients(self.model, self.params, x, y, mask, self.known.loss, self.names, differentiable)
+        parts = gradients(self.model, self.params, guess, self.known.loss, self.names, differentiable)
         with torch.set_grad_enabled(differentiable):
             if self.way == "products":
-                return self._of_products(self.seen.products(parts, owners))
-            return self.seen.apart(parts, owners, self.l1)
+                return self._of_products(self.seen.products(parts, guess.owners))
+            return self.seen.apart(parts, guess.owners, self.l1)
 
     def _of_products(self, products: InnerProducts) -> Tensor:
         """Distances (P,) from the products (P, T) of every tensor."""

@@ -7,7 +7,7 @@ weights, and the pass can be differentiated once more by its inputs. vmap gives 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,36 +23,43 @@ from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.update import Loss, Params, Update
 
 
+class SentenceGuess(NamedTuple):
+    """P problems' batches of sentences.
+
+    Args:
+        x: word embeddings (P, B, L, width).
+        y: labels (P, B), or next words' probabilities (P, B, L, vocabulary).
+        mask: which positions exist (P, B, L).
+        owners: (P,) each problem's observation; equal ones are adjacent.
+    """
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor
+    owners: Tensor
+
+
 def gradients(
-    model: LanguageModel,
-    params: Params,
-    x: Tensor,
-    y: Tensor,
-    mask: Tensor,
-    loss: Loss,
-    names: Collection[str],
-    differentiable: bool = True,
+    model: LanguageModel, params: Params, guess: SentenceGuess, loss: Loss, names: Collection[str], slopes: bool = True
 ) -> Gradients:
     """The gradients of P problems' losses by the parameters of these names.
 
     Args:
-        x: word embeddings (P, B, L, width), which require grad; the result then also requires grad, if differentiable.
-        y: (P, B) labels, or (P, B, L) or (P, B, L, vocabulary) of next words.
-        mask: which positions exist (P, B, L).
+        guess: its embeddings require grad; the result then also requires grad, if slopes are wanted.
         loss: a mean over sentences.
 
     Raises:
         Unsupported: the model uses one of these parameters in a way that this module does not handle.
     """
-    problems = len(x)
+    x, problems = guess.x, len(guess.x)
     recorder = _UseRecorder(params, names, problems * x.shape[1])
     with recorder:
-        logits: Tensor = functional_call(model, params, (x.flatten(0, 1), mask.flatten(0, 1)))
-    total = loss(logits, y.flatten(0, 1)) * problems
+        logits: Tensor = functional_call(model, params, (x.flatten(0, 1), guess.mask.flatten(0, 1)))
+    total = loss(logits, guess.y.flatten(0, 1)) * problems
     outs = [out for out, _ in recorder.uses]
-    signals = torch.autograd.grad(total, outs, create_graph=differentiable, materialize_grads=True)
+    signals = torch.autograd.grad(total, outs, create_graph=slopes, materialize_grads=True)
     grads: Gradients = {}
-    with torch.set_grad_enabled(differentiable):
+    with torch.set_grad_enabled(slopes):
         for (_, parts), signal in zip(recorder.uses, signals, strict=True):
             for name, part in parts(signal, problems).items():
                 grads[name] = plus(part, grads.get(name), 1, params[name].shape)  # added up if it is used twice

@@ -17,7 +17,8 @@ from torch import Generator, Tensor
 from fedgauge.attacks.base import Attack, Budget, Knowledge, Reconstruction, Status, Streams, Wave, not_applicable
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.text.certificate import language_model
-from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher, SentenceGuess
+from fedgauge.attacks.text.distance import TOGETHER, Kind, Matcher
+from fedgauge.attacks.text.ghost_products import SentenceGuess
 from fedgauge.attacks.text.language_prior import AUXILIARY, LanguagePrior, PretrainedPrior, TrainedPrior
 from fedgauge.attacks.text.sentence_layout import SentenceLayout, on_all_positions, propose, shuffles
 from fedgauge.client.components import Count, NotNegative

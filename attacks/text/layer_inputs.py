@@ -1,6 +1,6 @@
 """Inputs of linear maps inside a language model, and its logits along a step of its weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedgauge.client.models.language import LanguageModel
+from fedgauge.client.update import Params, Update
 
 CHUNK = 256  # words or sentences whose inputs are computed at once
 
@@ -18,11 +19,7 @@ class _InputsReached(Exception):
 
 
 def layer_inputs(
-    model: LanguageModel,
-    params: Mapping[str, Tensor],
-    parts: Sequence[nn.Module | str],
-    x: Tensor,
-    mask: Tensor | None = None,
+    model: LanguageModel, params: Params, parts: Sequence[nn.Module | str], x: Tensor, mask: Tensor | None = None
 ) -> list[Tensor]:
     """The inputs (B, L, width) of modules, or of those of weights, for ids (B, L) or embeddings (B, L, width).
 
@@ -46,14 +43,14 @@ def layer_inputs(
             module = model.get_submodule(part.rpartition(".")[0]) if isinstance(part, str) else part
             hooks.enter_context(module.register_forward_pre_hook(keep))
         try:
-            functional_call(model, dict(params), (x.to(device), None if mask is None else mask.to(device)))
+            functional_call(model, params, (x.to(device), None if mask is None else mask.to(device)))
         except _InputsReached:
             return captured
     raise ValueError(f"the model's forward pass never calls {parts[-1]}")
 
 
 @torch.no_grad()
-def first_inputs(model: LanguageModel, params: Mapping[str, Tensor], words: Tensor, places: int) -> Tensor:
+def first_inputs(model: LanguageModel, params: Params, words: Tensor, places: int) -> Tensor:
     """The first attention block's inputs (C, places, width) of words (C,), each in all positions."""
     ids = words[:, None].expand(-1, places).contiguous()
     parts = [model.parts.layers[0].query.weight]
@@ -69,8 +66,8 @@ def head(model: LanguageModel) -> nn.Module:
 
 def logits_along(
     model: LanguageModel,
-    params: Mapping[str, Tensor],
-    step: Mapping[str, Tensor],
+    params: Params,
+    step: Update,
     ids: Tensor,
     of: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Tensor:

@@ -34,13 +34,7 @@ class SentenceLayout:
     """
 
     def __init__(
-        self,
-        matcher: Matcher,
-        wave: Wave,
-        known: Knowledge,
-        restarts: int,
-        special: bool = False,
-        known_tokens: bool = False,
+        self, matcher: Matcher, wave: Wave, known: Knowledge, restarts: int, special: bool, known_tokens: bool
     ) -> None:
         self.model, self.known, self.matcher = matcher.model, known, matcher
         self.table = self.model.value(self.model.parts.word, wave.params).detach()

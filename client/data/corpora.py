@@ -214,10 +214,7 @@ rotten_tomatoes = _labelled(
 
 
 def wikitext2(
-    length: Length = 16,
-    tokenizer: str = WORDPIECE,
-    tokenizer_folder: Path | None = None,
-    vocabulary: Vocabulary = 2000,
+    length: Length = 16, tokenizer: str = WORDPIECE, tokenizer_folder: Path | None = None, vocabulary: Vocabulary = 2000
 ) -> Text:
     """WikiText-2 in pieces of exactly length tokens, for next_token.
 
@@ -303,6 +300,6 @@ def _lines(path: Path) -> list[str]:
 
 def _table(path: Path, names: Sequence[str]) -> list[Row]:
     """The columns sentence and label of a file without header, with tabs between."""
-    table = read_table(path, names, names, "\t", quote=False)
+    table = read_table(path, names, names, "\t")
     labels = numbers(table["label"].to_pylist(), ("0", "1"), f"{path}: the label")
     return [(sentence.strip(), label) for sentence, label in zip(table["sentence"].to_pylist(), labels, strict=True)]

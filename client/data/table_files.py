@@ -14,7 +14,6 @@ def read_table(
     texts: Sequence[str] = (),
     names: Sequence[str] | None = None,
     delimiter: str = ",",
-    quote: str | bool = '"',
     needed: Sequence[str] = (),
 ) -> Any:
     """Read a Parquet file, by its name, or else a CSV file in UTF-8.
@@ -22,7 +21,7 @@ def read_table(
     Args:
         texts: columns of a CSV file to read as text, even if they look like numbers.
         names: column names; default: the first line. If given, lines that begin with | are comments.
-        quote: the character that quotes fields with delimiters or line breaks; False: no quoting.
+        delimiter: between fields, which may be quoted unless it is a tab.
         needed: columns that the file must have.
 
     Raises:
@@ -34,7 +33,8 @@ def read_table(
     def comment(row: Any) -> str:
         return "skip" if row.text.startswith("|") else "error"
 
-    marks = {"delimiter": delimiter, "quote_char": quote, "newlines_in_values": bool(quote)}
+    quoted = delimiter != "\t"
+    marks = {"delimiter": delimiter, "quote_char": quoted and '"', "newlines_in_values": quoted}
     with reading(path, "a CSV file in UTF-8 or a Parquet file"):
         if path.suffix.lower() in (".parquet", ".pq"):
             table = parquet.read_table(path)

@@ -103,25 +103,28 @@ class PartFinder:
         self.name = {id(p): f"net.{name}" for name, p in net.named_parameters()}
         self.modules: dict[str, Any] = dict(net.named_modules())  # torch types every attribute of a module alike
         blocks = self._blocks()
-        place = self._embeddings()
-        position = place.get("position")
-        rows: Any = None if position is None else self.modules[position]
+        words = net.get_input_embeddings()
+        placed = [
+            module
+            for name, module in self.modules.items()
+            if isinstance(module, nn.Embedding)
+            and module is not words
+            and ("position" in (leaf := name.rpartition(".")[2]) or leaf == "wpe")
+        ]
+        rows = placed[-1] if placed else None
         # RoBERTa's positions start behind the row of the padding
         reserved = -1 if rows is None or rows.padding_idx is None else int(rows.padding_idx)
         # OPT's table has two rows more than positions
         most = int(getattr(getattr(net, "config", None), "max_position_embeddings", 2**31))
         self.positions = most if rows is None else min(int(rows.num_embeddings) - reserved - 1, most)
         self.parts = ModelParts(
-            word=self._weight(place["word"]),
-            position=position and self._weight(position),
+            word=self.name[id(words.weight)],
+            position=None if rows is None else self.name[id(rows.weight)],
             head=self._head(),
             layers=tuple(self._layer(name) for name in blocks),
         )
         inside = [name for name, _ in net.named_parameters() if name.startswith(tuple(f"{b}." for b in blocks))]
         self.biases = frozenset(f"net.{name}" for name in inside if name.rpartition(".")[2] == "bias")
-
-    def _weight(self, module: str) -> str:
-        return self.name[id(self.modules[module].weight)]
 
     def _blocks(self) -> list[str]:
         """The stacked blocks: the first list of modules in which each has projections of its own."""
@@ -156,24 +159,12 @@ class PartFinder:
         module = self.modules[name]
         if module.weight.dim() != 2:
             raise ValueError(f"layer {name!r} of {type(self.net).__name__} is no matrix")
-        weight, bias = self._weight(name), getattr(module, "bias", None)
+        weight, bias = self.name[id(module.weight)], getattr(module, "bias", None)
         transposed = not isinstance(module, nn.Linear)
         third = int(module.weight.shape[1 if transposed else 0]) // 3
         fused = name.rpartition(".")[2] == _FUSED
         start, stop = (place * third, (place + 1) * third) if fused else (0, None)
         return Projection(weight, None if bias is None else self.name[id(bias)], start, stop, transposed)
-
-    def _embeddings(self) -> dict[str, str]:
-        """The word embeddings that the network reports, and the embeddings of positions by their name."""
-        words = self.net.get_input_embeddings()
-        found = {}
-        for name, module in self.modules.items():
-            leaf = name.rpartition(".")[2]
-            if module is words:
-                found["word"] = name
-            elif isinstance(module, nn.Embedding) and ("position" in leaf or leaf == "wpe"):
-                found["position"] = name
-        return found
 
     def _head(self) -> tuple[str, str | None]:
         if self.task == "next_token":

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from fedgauge.attacks.base import Budget, Knowledge, Observation, Reconstruction, Wave
 from fedgauge.attacks.plan import PlannedAttack
-from fedgauge.attacks.text.distance import Kind, Matcher, SentenceGuess
+from fedgauge.attacks.text.distance import Kind, Matcher
+from fedgauge.attacks.text.ghost_products import SentenceGuess
 from fedgauge.client.chain import chain
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import local_sgd

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from fedgauge.attacks.base import Knowledge, Wave
 from fedgauge.attacks.engine.gradients.factored import FactoredGradient, factored
 from fedgauge.attacks.text.certificate import Unreadable
-from fedgauge.attacks.text.distance import Kind, Matcher, SentenceGuess, Way
-from fedgauge.attacks.text.ghost_products import gradients
+from fedgauge.attacks.text.distance import Kind, Matcher, Way
+from fedgauge.attacks.text.ghost_products import SentenceGuess, gradients
 from fedgauge.client.chain import Chain, chain
 from fedgauge.client.local_training import local_sgd
 from fedgauge.client.models.language import LanguageModel, tiny_bert, tiny_gpt2, transformer3
@@ -179,7 +179,7 @@ def test_large_gradients_stay_products_on_both_sides(words: Tokenizer) -> None:
     wave, known, batches = seen_of(model, chain(local_sgd(RATE)))
     guess, matcher = guess_of(model, batches, [0, 1]), Matcher(wave, known, "cosine")
     x = guess.x.requires_grad_()
-    found = gradients(model, wave.params, x, guess.y, guess.mask, known.loss, matcher.names)
+    found = gradients(model, wave.params, guess._replace(x=x), known.loss, matcher.names)
     large = {name for name, part in found.items() if isinstance(part, FactoredGradient)}
     inside = {n for n, p in wave.params.items() if p.dim() == 2 and "layer." in n}
     assert large >= inside and len(inside) == 2 * 6
