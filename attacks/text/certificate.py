@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, permutations, product
 
@@ -97,12 +97,7 @@ class GuessVerifier:
 
     def best(self, batches: Iterable[Batch]) -> tuple[Batch, float]:
         """The first batch that is proven, else the nearest one, with its relative error."""
-        nearest: list[tuple[Batch, float]] = []
-        for batch in batches:
-            nearest.append((batch, self.error(batch)))
-            if nearest[-1][1] <= TOLERANCE:
-                return nearest[-1]
-        return min(nearest, key=lambda guess: math.inf if math.isnan(guess[1]) else guess[1])
+        return nearest((batch, self.error(batch)) for batch in batches)
 
     def best_labels(self, x: Tensor) -> tuple[Batch, float]:
         """Sentences (B, L) with the labels that explain the update best, and the relative error that remains."""
@@ -147,6 +142,16 @@ class GuessVerifier:
             yield Batch(x, (self.update[weight].double() @ torch.linalg.pinv(features)).argmax(0).cpu())
         for order in orders:
             yield Batch(x, torch.tensor(order, dtype=torch.int64))
+
+
+def nearest(guesses: Iterable[tuple[Batch, float]], late: Callable[[], bool] = lambda: False) -> tuple[Batch, float]:
+    """The first of several batches with their errors that is proven, else the nearest of those made until it is late."""
+    made: list[tuple[Batch, float]] = []
+    for guess in guesses:
+        made.append(guess)
+        if guess[1] <= TOLERANCE or late():
+            break
+    return min(made, key=lambda guess: math.inf if math.isnan(guess[1]) else guess[1])
 
 
 class SentenceReader(EachByItself):

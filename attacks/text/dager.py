@@ -27,6 +27,7 @@ from fedgauge.attacks.text.certificate import (
     SentenceReader,
     Unreadable,
     complete_sentences,
+    nearest,
     two_blocks,
 )
 from fedgauge.attacks.text.gradient_spans import LOOSEST, PartialSpan, Spans, block_span
@@ -183,18 +184,15 @@ class _SentenceSearch:
         Raises:
             Unreadable: no word's vector is in the span of the first block's gradient.
         """
-        rounding, made = self.rounding, list[tuple[Batch, float]]()
+        rounding, pools = self.rounding, []
         # words within a distance midway between rounding and the worst case, then within the worst case
         for limit in (math.sqrt(rounding * worst), worst) if worst > rounding else (worst,):
             close = ([word for distance, word in some if distance <= limit] for some in near)
-            words = list(takewhile(bool, close))  # up to the first position that has none
-            if words:
-                made.append(self._decoded(words) if self.verifier.decodes else self._encoded(words))
-            if self.deadline.over() or (made and made[-1][1] <= TOLERANCE):
-                break
-        if not made:
+            pools.append(list(takewhile(bool, close)))  # up to the first position that has none
+        if not any(pools):
             raise Unreadable("no word's vector is in the span of the first block")
-        return min(made, key=lambda guess: guess[1])
+        read = self._decoded if self.verifier.decodes else self._encoded
+        return nearest((read(words) for words in pools if words), self.deadline.over)
 
     def _encoded(self, words: Sequence[list[int]]) -> tuple[Batch, float]:
         sets = [self.verifier.framed(some) for some in self._sets(self._assembled(words))]
@@ -308,9 +306,5 @@ class _SentenceSearch:
             live = [longer[i] for i in kept]
             if not live:
                 break
-        made = []
-        for sentences in self._sets([*live, *complete[::-1]] or [(words[0][0],)]):
-            made.append(complete_sentences(self.verifier, sentences))
-            if made[-1][1] <= TOLERANCE or self.deadline.over():
-                break
-        return min(made, key=lambda guess: guess[1])
+        sets = self._sets([*live, *complete[::-1]] or [(words[0][0],)])
+        return nearest((complete_sentences(self.verifier, some) for some in sets), self.deadline.over)

@@ -45,20 +45,9 @@ def cifar10() -> Dataset:
     return replace(_cifar("cifar10", "CIFAR10", 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)), names=names)
 
 
-CIFAR100 = """
-apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle caterpillar cattle
-chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house
-kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange
-orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal
-shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
-tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
-"""
-
-
 def cifar100() -> Dataset:
     """CIFAR-100, 32 x 32 in colour."""
-    names = tuple(word.replace("_", " ") for word in CIFAR100.split())
-    return replace(_cifar("cifar100", "CIFAR100", 100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)), names=names)
+    return _cifar("cifar100", "CIFAR100", 100, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 
 
 def _idx(name: str, torchvision_name: str, mean: float, std: float) -> Dataset:

