@@ -1,7 +1,7 @@
 """The columns of a table, and how their cells become the numbers that a network takes."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -62,6 +62,14 @@ class Column(Checked):
         low = self.mean - SPAN * self.std if self.low is None else self.low
         return low, self.mean + SPAN * self.std if self.high is None else self.high
 
+    @property
+    def scaling(self) -> list[tuple[float, float]]:
+        """What is subtracted from each entry, and by what it is divided then."""
+        if self.numeric:
+            return [(self.mean, self.std), *[(0.0, 1.0)] * self.optional]
+        # the entry of a category that nobody has would be divided by 0
+        return [(p, math.sqrt(p * (1 - p)) or 1.0) for p in self.shares] or [(0.0, 1.0)] * self.entries
+
     def written(self, cell: float) -> str:
         """A cell's value as people write it."""
         if math.isnan(cell):
@@ -98,23 +106,13 @@ class Columns:
     @cached_property
     def centre(self) -> Tensor:
         """(D,) float64, what is subtracted from entries in their own units."""
-        return self._by_entry([c.mean for c in self], lambda p: p)
+        # on the CPU also where a network is built without values: they are kept for the one that gets values
+        return torch.tensor([centre for c in self for centre, _ in c.scaling], dtype=torch.float64, device="cpu")
 
     @cached_property
     def scale(self) -> Tensor:
         """(D,) float64, by what they are divided then."""
-        # the entry of a category that nobody has would be divided by 0
-        return self._by_entry([c.std for c in self], lambda p: math.sqrt(p * (1 - p)) or 1.0, 1.0)
-
-    def _by_entry(self, of_numbers: Sequence[float], of_share: Callable[[float], float], plain: float = 0.0) -> Tensor:
-        found: list[float] = []
-        for column, own in zip(self, of_numbers, strict=True):
-            if column.numeric:
-                found += [own] + [plain] * column.optional
-            else:
-                found += map(of_share, column.shares) if column.shares else [plain] * column.entries
-        # on the CPU also where a network is built without values: they are kept for the one that gets values
-        return torch.tensor(found, dtype=torch.float64, device="cpu")
+        return torch.tensor([scale for c in self for _, scale in c.scaling], dtype=torch.float64, device="cpu")
 
     @cached_property
     def tolerance(self) -> Tensor:
