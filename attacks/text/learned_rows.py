@@ -65,14 +65,14 @@ class learned_rows(Attack):
         words = shadow.auxiliary.x.unique()
         with torch.no_grad():
             updates = ({name: t[k : k + 1] for name, t in wave.update.items()} for k in range(len(wave)))
-            scores = [network(row_features(tables, update)[0][0])[words].T[None] for update in updates]  # (1, L, words)
+            scores = [network(row_features(tables, update)[0])[words].T[None] for update in updates]  # (1, L, words)
         return [answer_of(own, words, record, known, k) for k, own in enumerate(scores)]
 
     def _trained(
         self, shadow: ShadowTrainer, tables: Sequence[str], budget: Budget, clock: Deadline
     ) -> tuple[nn.Module, TrainingRecord]:
         name = digest("rows", shadow.key, self, budget)
-        features = row_features(tables, {name: t[None] for name, t in shadow.params.items()})[0].shape[2]
+        features = row_features(tables, {name: t[None] for name, t in shadow.params.items()}).shape[2]
         widths = [features, self.hidden, self.hidden, shadow.known.shape[0]]
         network = seeded(lambda: perceptron(widths), "rows", name).to(shadow.device)
 
@@ -106,20 +106,18 @@ def row_tables(model: LanguageModel, params: Update) -> list[str]:
     return tables
 
 
-def row_features(tables: Sequence[str], updates: Update) -> tuple[Tensor, Tensor]:
+def row_features(tables: Sequence[str], updates: Update) -> Tensor:
     """Features (n, vocabulary, F) of updates (n, ...): each row's direction, and its size relative to the largest row.
 
-    The last feature is 1 for a repeated candidate, which only training data has, and which is never the answer. Also the sizes
-    (n, vocabulary) of the first table's rows.
+    The last feature is 1 for a repeated candidate, which only training data has, and which is never the answer.
     """
-    parts, all_sizes = [], []
+    parts = []
     for name in tables:
         rows = updates[name].reshape(*updates[name].shape[:2], -1)
         sizes = rows.norm(dim=2, keepdim=True)
         largest = sizes.amax(1, keepdim=True).clamp(min=TINY)
         parts += [rows / sizes.clamp(min=TINY), (sizes / largest + 1e-6).log10()]
-        all_sizes.append(sizes[..., 0])
-    return torch.cat([*parts, torch.zeros_like(parts[-1])], 2), all_sizes[0]
+    return torch.cat([*parts, torch.zeros_like(parts[-1])], 2)
 
 
 def shadow_rows(shadow: ShadowTrainer, tables: Sequence[str], held: bool) -> tuple[Tensor, Tensor]:
@@ -128,7 +126,8 @@ def shadow_rows(shadow: ShadowTrainer, tables: Sequence[str], held: bool) -> tup
     x, y = shadow.auxiliary.x[groups], shadow.auxiliary.y[groups]
     rng, done, parts = generator("rows lessons", shadow.key, held), 0, []
     for updates in Simulator(shadow.known, shadow.params).updates(x, y, rng):
-        rows, sizes = row_features(tables, updates)
+        rows, table = row_features(tables, updates), updates[tables[0]]
+        sizes = table.reshape(*table.shape[:2], -1).norm(dim=2)
         sentences = x[done : done + len(sizes), 0]
         done += len(sizes)
         loudest = sizes.topk(min(LOUDEST, sizes.shape[1]), dim=1).indices

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedgauge.client.models.torchvision_mend import mend_when_imported
 from fedgauge.client.models.vision import Shape, copy_weights, read_weights
 
 
@@ -40,7 +39,6 @@ def timm(shape: Shape, classes: int, name: str, pretrained: Path | None = None) 
     Args:
         pretrained: a safetensors file of its weights; a classifier for other classes stays as drawn from the seed.
     """
-    mend_when_imported()  # timm imports torchvision
     library = import_library("timm", "vision")
     _check_name("timm", name, library.list_models())
     config = library.get_pretrained_cfg(name)

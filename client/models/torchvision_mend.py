@@ -9,31 +9,32 @@ they are declared here. Still unavailable: `ops.nms`, `ops.deform_conv2d` and to
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _OPERATORS = ("nms", "qnms")
-_library: Any = None  # the declarations live as long as this reference
 
 
-def mend_torchvision() -> None:
+@cache  # the declarations live as long as this reference
+def mend_torchvision() -> Any:
     """Declare torchvision's missing operators; does nothing where they load, or where torch has CUDA."""
-    global _library
     import torch  # a second, which a command that only prints its help does not pay
 
     spec = importlib.util.find_spec("torchvision")
-    if _library is not None or torch.version.cuda is not None or spec is None or spec.origin is None:
-        return
+    if torch.version.cuda is not None or spec is None or spec.origin is None:
+        return None
     for compiled in Path(spec.origin).parent.glob("_C*.so"):
         try:
             torch.ops.load_library(compiled)
         except OSError:  # built for CUDA: its libraries are not here
             continue
-        return
-    _library = torch.library.Library("torchvision", "FRAGMENT")
+        return None
+    library = torch.library.Library("torchvision", "FRAGMENT")
     for name in _OPERATORS:
-        _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
 
 
 class _BeforeTorchvision:
@@ -49,5 +50,5 @@ class _BeforeTorchvision:
 
 def mend_when_imported() -> None:
     """Mend torchvision as soon as anything imports it."""
-    if "torchvision" not in sys.modules and _BeforeTorchvision not in sys.meta_path and _library is None:
+    if "torchvision" not in sys.modules and _BeforeTorchvision not in sys.meta_path:
         sys.meta_path.insert(0, _BeforeTorchvision)

@@ -43,9 +43,8 @@ def test_positions_are_read_from_rows_behind_every_chain_that_is_known(data: Tex
 def test_a_row_is_described_by_its_direction_and_by_its_size_next_to_the_largest() -> None:
     updates = {"table": torch.tensor([[[3.0, 4.0], [0.0, 0.0], [0.0, -0.5]]]), "bias": torch.tensor([[0.2, -2.0, 0.0]])}
     expected = [[0.6, 0.8, 0.0, 1.0, -1.0, 0.0], [0.0, 0.0, -6.0, -1.0, 0.0, 0.0], [0.0, -1.0, -1.0, 0.0, -6.0, 0.0]]
-    features, sizes = row_features(("table", "bias"), updates)
+    features = row_features(("table", "bias"), updates)
     torch.testing.assert_close(features, torch.tensor([expected]), rtol=1e-4, atol=1e-5)
-    assert torch.equal(sizes, torch.tensor([[5.0, 0.0, 0.5]]))
 
 
 def test_each_position_of_shadow_data_has_its_word_as_candidate_and_copies_are_masked() -> None:
