@@ -18,9 +18,9 @@ import torch
 
 from fedgauge.attacks.base import Observation
 from fedgauge.attacks.engine.computation import classifier_parameters
-from fedgauge.attacks.modality.registry import modality_of
 from fedgauge.client.federation import Federation
 from fedgauge.client.local_training import LocalTraining
+from fedgauge.client.models.language import LanguageModel
 from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_identity
 from fedgauge.client.update import Batch
@@ -96,8 +96,8 @@ def _unreadable(fed: Federation, seen: Observation) -> str:
     others = [link for link in fed.chain.links if link is not fed.chain.local and not hasattr(link, "frozen")]
     if not all(map(is_identity, others)):
         return "the chain also has a defense"
-    if reason := modality_of(fed.shards.dataset).hides_training:
-        return reason
+    if isinstance(fed.model, LanguageModel):
+        return "only trainings on images are compared"
     if not all(bool(t.isfinite().all()) for t in seen.update.values()):
         return "the update is not finite"
     return "" if any(bool(t.any()) for t in seen.update.values()) else "the update is zero"

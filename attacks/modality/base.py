@@ -113,7 +113,6 @@ class Modality(ABC):
         attacks: groups of the registry with attacks that reconstruct such examples.
         shown_as: pictures, or words that are each right, misplaced or wrong.
         gives_lengths: whether the threat model may give the attacker the examples' lengths.
-        hides_training: why an update does not reveal its client's training; empty if it does.
         parts: what an example's shape counts.
         bounds: the least and greatest value of a possible example; None: there are none.
         condition: further knowledge of the examples for the threat-model card; {} stands for what is known of their lengths.
@@ -129,7 +128,6 @@ class Modality(ABC):
     attacks: ClassVar[tuple[str, ...]]
     shown_as: ClassVar[Literal["image", "text"]]
     gives_lengths: ClassVar[bool] = False
-    hides_training: ClassVar[str] = ""
     parts: ClassVar[str] = "numbers"
     bounds: ClassVar[tuple[float, float] | None] = None
     condition: ClassVar[str]

@@ -43,7 +43,6 @@ class SentenceModality(Modality):
     gives_lengths = True
     parts = "tokens"
     condition = "lengths {}"
-    hides_training = "only trainings on images are compared"
 
     @classmethod
     def holds(cls, x: Tensor) -> bool:
