@@ -130,7 +130,7 @@ class Modality(ABC):
     gives_lengths: ClassVar[bool] = False
     parts: ClassVar[str] = "numbers"
     bounds: ClassVar[tuple[float, float] | None] = None
-    condition: ClassVar[str]
+    condition: ClassVar[str] = ""
 
     @classmethod
     @abstractmethod
