@@ -5,6 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, permutations, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from fedgauge.attacks.base import Budget, Knowledge, Reconstruction, Status, Stream, Streams, Wave
 from fedgauge.attacks.engine.deadline import Deadline
 from fedgauge.attacks.exact.closed_form import EachByItself, Reader
-from fedgauge.attacks.text.layer_inputs import head, layer_inputs, logits_along
+from fedgauge.attacks.text.layer_inputs import layer_inputs, logits_along
 from fedgauge.client.chain import Chain
 from fedgauge.client.data.corpora import targets
 from fedgauge.client.gradient import gradient
@@ -222,7 +223,8 @@ def _ranked(verifier: GuessVerifier, batch: Batch, step: Update, ends: Sequence[
     if name not in step:
         raised = logits_along(model, verifier.params, step, batch.x.to(verifier.device))[sentences, ends]
         return raised.topk(MOST).indices.tolist()
-    inputs = layer_inputs(model, verifier.params, [head(model)], batch.x)[0][sentences, ends].double()
+    net: Any = model.net  # with tied embeddings the head's weight has another module's name
+    inputs = layer_inputs(model, verifier.params, [net.get_output_embeddings()], batch.x)[0][sentences, ends].double()
     ranked, own = [], batch.x[batch.x != model.pad].unique().cpu()
     for shares in (step[name].double() @ torch.linalg.pinv(inputs)).cpu().T:  # (V,) of each sentence
         elsewhere = shares.index_fill(0, own, -torch.inf)

@@ -57,13 +57,6 @@ def first_inputs(model: LanguageModel, params: Params, words: Tensor, places: in
     return layer_inputs(model, params, parts, ids, torch.ones_like(ids, dtype=torch.bool))[0]
 
 
-def head(model: LanguageModel) -> nn.Module:
-    """The module that computes the words' logits; with tied embeddings the weight has another module's name."""
-    net: Any = model.net
-    module: nn.Module = net.get_output_embeddings()
-    return module
-
-
 def logits_along(
     model: LanguageModel,
     params: Params,

@@ -179,7 +179,15 @@ def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tens
     best = log.index_fill(2, special, -torch.inf).max(2)
     start, end = torch.tensor(model.start, dtype=torch.int64), torch.tensor(model.end, dtype=torch.int64)
     least, longest = len(start) + len(end) + 1, log.shape[1]
-    sums = torch.stack([_total(log, best.values, model, n) for n in range(least, longest + 1)], 1)  # (B, lengths)
+
+    def total(n: int) -> Tensor:
+        """The log-probability (B,) of the likeliest sentences of n tokens."""
+        inner = best.values[:, len(start) : n - len(end)].sum(1)
+        for place, token in enumerate(model.end, n - len(end)):
+            inner = inner + log[:, place, token]
+        return inner + log[:, n:, model.pad].sum(1)
+
+    sums = torch.stack([total(n) for n in range(least, longest + 1)], 1)  # (B, lengths)
     rows = range(len(log))
     if lengths is None:
         chosen = [(j, least + int(sums[j].argmax())) for j in rows]
@@ -191,11 +199,3 @@ def likeliest(log: Tensor, model: LanguageModel, lengths: Tensor | None) -> Tens
     for k, (j, n) in enumerate(chosen):
         found[k, :n] = torch.cat([start, best.indices[j, len(start) : n - len(end)], end])
     return found
-
-
-def _total(log: Tensor, words: Tensor, model: LanguageModel, n: int) -> Tensor:
-    """Log-probability (B,) of the likeliest sentences of n tokens, from their words' log-probabilities (B, L)."""
-    inner = words[:, len(model.start) : n - len(model.end)].sum(1)
-    for place, token in enumerate(model.end, n - len(model.end)):
-        inner = inner + log[:, place, token]
-    return inner + log[:, n:, model.pad].sum(1)
