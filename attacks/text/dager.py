@@ -209,12 +209,16 @@ class _SentenceSearch:
         Args:
             words: candidates of each position, the nearest first.
         """
+        start, end = self.verifier.model.start, self.verifier.model.end
+        lengths = list(range(len(words), len(start), -1))
+        if end:  # up to a token that ends sentences
+            lengths = [t for t in range(len(start) + len(end) + 1, len(words) + 1) if end[-1] in words[t - 1]]
         passed: list[Ids] = []  # beyond doubt
         near: dict[Ids, float] = {}
         idle = 0
         while len(passed) < self.size and not self.over():
             before = len(passed)
-            for length in self._lengths(words):
+            for length in lengths:
                 found = self._search(words[:length], passed, idle)
                 close = {ids: mean for ids, (mean, worst) in found.items() if worst <= LOOSEST}
                 near.update(close)
@@ -230,14 +234,6 @@ class _SentenceSearch:
                 passed.append(min(left, key=near.__getitem__))
         others = sorted((ids for ids in near if ids not in passed), key=near.__getitem__)
         return [*passed, *others[:SPARE]] or [tuple(some[0] for some in words)]
-
-    def _lengths(self, words: Sequence[list[int]]) -> list[int]:
-        """Possible lengths: up to a token that ends sentences, where the model has one."""
-        model = self.verifier.model
-        frame = len(model.start) + len(model.end)
-        if not model.end:
-            return list(range(len(words), frame, -1))
-        return [t + 1 for t, some in enumerate(words) if model.end[-1] in some and t + 1 > frame]
 
     def _search(self, words: Sequence[list[int]], passed: Sequence[Ids], idle: int) -> Distances:
         """Sentences as long as these words.
