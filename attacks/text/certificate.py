@@ -70,13 +70,9 @@ class GuessVerifier:
     def __init__(self, wave: Wave, known: Knowledge) -> None:
         self.wave, self.known, self.device, self.spent = wave, known, wave.device, 0
         self.model = language_model(known)
+        self.decodes = self.model.task == "next_token"  # the sentences are then their own labels
         self.params = wave.params  # the weights that the client started from
         self.update = wave.alone(0)
-
-    @property
-    def decodes(self) -> bool:
-        """Return whether the task is next_token, where the sentences are their own labels."""
-        return self.model.task == "next_token"
 
     def framed(self, sentences: Sequence[Sequence[int]]) -> Tensor:
         """Sentences in the form of the data (B, L)."""
