@@ -72,7 +72,7 @@ class GeneratorSearch(Attack):
         like = next(iter(wave.params.values()))
         try:
             trained = GeneratorTraining(self.latent, self.width, self.training)
-            generator = generator_of(self.own_generator, trained, known).to(like)
+            generator = generator_of(self.own_generator, trained, known, like)
             labels = labelling.restore(wave, known)
             each = labels.repeat_interleave(budget.restarts, 0)
             objective = Objective(priors=(total_variation(self.tv), gaussian(self.normal, by_class=True)))

@@ -59,17 +59,13 @@ class ImageGenerator:
         images: Tensor = self.network(z) if weights is None else functional_call(self.network, weights, (z,))
         return (images.reshape(len(z), *self.shape) - self.low) / (self.high - self.low)
 
-    def to(self, like: Tensor) -> "ImageGenerator":
-        self.network.to(like)
-        return self
 
-
-def generator_of(table: Table | None, trained: "GeneratorTraining", known: Knowledge) -> ImageGenerator:
+def generator_of(table: Table | None, trained: "GeneratorTraining", known: Knowledge, like: Tensor) -> ImageGenerator:
     """A user's own generator if a table names one, else one trained on the auxiliary images; ValueError if neither fits."""
     check_images(known.shape)
-    if table:
-        return own(table, known.shape)
-    return ImageGenerator(trained.decoder(known), (trained.latent,), known.shape)
+    made = own(table, known.shape) if table else ImageGenerator(trained.decoder(known), (trained.latent,), known.shape)
+    made.network.to(like)
+    return made
 
 
 class convolutional(nn.Module):

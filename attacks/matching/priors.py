@@ -281,7 +281,7 @@ class generator_prior(Prior):
 
     def bind(self, known: Knowledge, params: Params) -> PairedEnergy:
         trained = GeneratorTraining(self.latent, self.width, self.training)
-        made = generator_of(self.generator, trained, known).to(next(iter(params.values())))
+        made = generator_of(self.generator, trained, known, next(iter(params.values())))
 
         def energy(x: Tensor, z: Tensor) -> Tensor:
             apart = (known.pixels(x) - made(z)).square().sum() / (2 * self.deviation**2)

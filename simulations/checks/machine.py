@@ -33,7 +33,7 @@ def examine() -> list[CheckResult]:
     results.append(CheckResult("local data", folder is not None, False, message))
     for net, backbone in BACKBONES.items():
         weights = lpips_weights(net)
-        missing = f"missing: weights/{backbone.local} in the local data folder, or {backbone.cached} in torchvision's cache"
+        missing = f"missing: weights/{backbone.local} in the local data, or {backbone.cached} in torchvision's cache"
         results.append(CheckResult(f"LPIPS weights, {net}", weights is not None, False, str(weights or missing)))
     return [*results, CheckResult("cache", True, False, str(cache_folder()))]
 
