@@ -226,13 +226,37 @@ class Training:
         self.means = [each for each in self.means if each[0] not in self.cleared]
         self.max_norm = None  # of a step that was left out, as a gradient scaler does
 
-    def ends(self) -> None:
+    def clips(self, parameters: object, max_norm: float, norm_type: float = 2.0, *_: object, **__: object) -> None:
+        if norm_type != 2 or self.max_norm is not None:
+            why = "gradients are clipped in parts or by another norm; the draft clips the norm of all"
+            self.notes["clipping"] = why
+        self.max_norm = float(max_norm)
+
+    def clips_values(self, *args: object, **kwargs: object) -> None:
+        self.notes["clipping"] = "gradients are clipped by value; the draft leaves it out"
+
+    def gives(self, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
+        """Note the parameters that an optimizer is given."""
+        self.optimised |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def scales_loss(self, scaler: torch.amp.GradScaler, *args: object, **kwargs: object) -> None:
+        self.factor = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+
+    def steps_privately(self, optimizer: Any, *args: object, **kwargs: object) -> None:
+        """Note noise and clipping of Opacus' optimizer, which steps through another one."""
+        norm = optimizer.max_grad_norm
+        bound = float(norm) if isinstance(norm, int | float) else float("nan")
+        self.dp = {"noise_multiplier": float(optimizer.noise_multiplier), "max_norm": bound}
+
+    def ends(self, factories: "_Factories") -> None:
         """Leave out passes that nothing was learnt from, such as those that only measure."""
         if self.used:
             self.x = [t for k, t in enumerate(self.x) if k in self.used]
             self.y = [t for k, t in enumerate(self.y) if k in self.used]
         if self.drawn & self.used:
             self.notes["dropout"] = "the network draws random numbers, as dropout and stochastic depth do"
+        if self.network is not None:
+            self.built = factories.of(unwrapped(self.network))
 
     def computes(self, name: str, call: inspect.BoundArguments, value: object) -> None:
         """Note a loss: its target belongs to the pass whose output it reads, else to the last one."""
@@ -341,15 +365,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-@contextmanager
-def _reading(now: Training) -> Iterator[None]:
-    """Note an error of the observer, which must not reach the app."""
-    try:
-        yield
-    except Exception as error:  # an app's objects may raise anything
-        now.notes["unread"] = f"the training cannot be observed ({type(error).__name__}: {error})"
-
-
 class Observer:
     """Watches torch in this process; create one, before the app is imported."""
 
@@ -358,15 +373,15 @@ class Observer:
         self._factories = _Factories()
         self._trained = False
         nn.Module.__call__ = self._watched(nn.Module.__call__)  # type: ignore[method-assign]
-        register_optimizer_step_post_hook(self._step)
+        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._note(Training.steps_by, optimizer))
         for place in (nn.utils, nn.utils.clip_grad):
-            self._after(place, "clip_grad_norm_", _clips)
-            self._after(place, "clip_grad_value_", _clips_values)
+            self._after(place, "clip_grad_norm_", Training.clips)
+            self._after(place, "clip_grad_value_", Training.clips_values)
         for name in LOSSES:
             setattr(F, name, self._loss(name, getattr(F, name)))
         torch.autograd.backward = self._backward(torch.autograd.backward)
-        self._after(torch.amp.GradScaler, "scale", _scales)
-        self._after(Optimizer, "add_param_group", _optimises)
+        self._after(torch.amp.GradScaler, "scale", Training.scales_loss)
+        self._after(Optimizer, "add_param_group", Training.gives)
         for name in ("__init__", "__setstate__"):  # of a new module, of a copy
             self._after(nn.Module, name, self._builds)
         for kind in (Optimizer, nn.Module):
@@ -376,19 +391,25 @@ class Observer:
     def training(self) -> Iterator[Training]:
         """Observe one client in one round."""
         self._now = now = Training(start=None if self._trained else {})
-        self._factories = factories = _Factories()
+        self._factories = _Factories()
         self._builds(now)
         try:
             yield now
         finally:
             if isinstance(sys.getprofile(), _Factories):
                 sys.setprofile(None)
+            self._note(Training.ends, self._factories)
             self._now = None
-            if now.network is not None:
-                self._trained = True
-                with _reading(now):
-                    now.ends()
-                    now.built = factories.of(unwrapped(now.network))
+            self._trained |= now.network is not None
+
+    def _note(self, note: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+        """Note a call of the client that trains; an error of the observer must not reach the app."""
+        if (now := self._now) is None or torch.compiler.is_compiling():
+            return
+        try:
+            note(now, *args, **kwargs)
+        except Exception as error:  # an app's objects may raise anything
+            now.notes["unread"] = f"the training cannot be observed ({type(error).__name__}: {error})"
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
@@ -405,16 +426,13 @@ class Observer:
             now.depth += 1
             try:
                 if now.depth == 1:
-                    with _reading(now):
-                        now.enters(module, args, kwargs)
-                        _watch_opacus(self)  # which the app may have imported only now
+                    self._note(Training.enters, module, args, kwargs)
+                    self._watch_opacus()  # which the app may have imported only now
                 if type(module).__name__ == "Normalize":
-                    with _reading(now):
-                        now.normalises(module)
+                    self._note(Training.normalises, module)
                 result = call(module, *args, **kwargs)
                 if now.depth == 1:
-                    with _reading(now):
-                        now.leaves(module, result)
+                    self._note(Training.leaves, module, result)
                 return result
             finally:
                 now.depth -= 1
@@ -431,9 +449,8 @@ class Observer:
             if has_torch_function(given := (*args, *kwargs.values())):
                 return handle_torch_function(watched, given, *args, **kwargs)  # a tensor of the app knows us only
             value = function(*args, **kwargs)
-            if self._now is not None and torch.is_grad_enabled() and not transformed():
-                with _reading(self._now):
-                    self._now.computes(name, signature.bind(*args, **kwargs), value)
+            if torch.is_grad_enabled() and not transformed():
+                self._note(lambda now: now.computes(name, signature.bind(*args, **kwargs), value))
             return value
 
         # torch.jit.script compiles the function itself
@@ -452,8 +469,7 @@ class Observer:
             finally:
                 now.back = False
             if args and isinstance(args[0], Tensor):
-                with _reading(now):
-                    now.goes_back(args[0])
+                self._note(Training.goes_back, args[0])
             return result
 
         return watched
@@ -464,11 +480,6 @@ class Observer:
             if sys.getprofile() is None:  # the app may profile itself
                 sys.setprofile(self._factories)
 
-    def _step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling() and self._now is not None:
-            with _reading(self._now):
-                self._now.steps_by(optimizer)
-
     def _after(self, place: Any, name: str, note: Callable[..., None]) -> None:
         """Note the arguments of each call of a function, after it."""
         function = getattr(place, name)
@@ -476,38 +487,16 @@ class Observer:
         @wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            if not torch.compiler.is_compiling() and self._now is not None:
-                with _reading(self._now):
-                    note(self._now, *args, **kwargs)
+            self._note(note, *args, **kwargs)
             return result
 
         setattr(place, name, watched)
 
-
-def _clips(now: Training, parameters: object, max_norm: float, norm_type: float = 2.0, *_: Any, **__: Any) -> None:
-    if norm_type != 2 or now.max_norm is not None:
-        now.notes["clipping"] = "gradients are clipped in parts or by another norm; the draft clips the norm of all"
-    now.max_norm = float(max_norm)
-
-
-def _clips_values(now: Training, *args: object, **kwargs: object) -> None:
-    now.notes["clipping"] = "gradients are clipped by value; the draft leaves it out"
-
-
-def _optimises(now: Training, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
-    now.optimised |= {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _scales(now: Training, scaler: torch.amp.GradScaler, *args: object, **kwargs: object) -> None:
-    now.factor = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
-
-
-def _steps_privately(now: Training, optimizer: Any, *args: object, **kwargs: object) -> None:
-    norm = optimizer.max_grad_norm
-    now.dp = {
-        "noise_multiplier": float(optimizer.noise_multiplier),
-        "max_norm": float(norm) if isinstance(norm, int | float) else float("nan"),
-    }
+    def _watch_opacus(self) -> None:
+        kind = getattr(sys.modules.get("opacus.optimizers.optimizer"), "DPOptimizer", None)
+        if kind is not None and not hasattr(kind, "_fedgauge"):
+            self._after(kind, "step", Training.steps_privately)
+            kind._fedgauge = True
 
 
 class _Factories:
@@ -559,13 +548,3 @@ def _given(frame: types.FrameType, first: int) -> dict[str, Any]:
         further = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
         given |= frame.f_locals.get(code.co_varnames[further], {})
     return given
-
-
-def _watch_opacus(observer: Observer) -> None:
-    """Note noise and clipping of Opacus' optimizer, which steps through another one."""
-    module = sys.modules.get("opacus.optimizers.optimizer")
-    kind = getattr(module, "DPOptimizer", None)
-    if kind is None or hasattr(kind, "_fedgauge"):
-        return
-    observer._after(kind, "step", _steps_privately)
-    kind._fedgauge = True
