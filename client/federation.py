@@ -1,7 +1,7 @@
 """A federation: a protocol with its data loaded, its model built and its chain composed."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -48,17 +48,7 @@ from fedgauge.client.transforms import (
     noise_free,
     per_example,
 )
-from fedgauge.client.update import (
-    Batch,
-    Loss,
-    Params,
-    Update,
-    UpdateFn,
-    at_least_single,
-    average,
-    canary,
-    concatenate,
-)
+from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn, at_least_single, average, canary, concatenate
 
 DATASET = ComponentKind("a dataset", ("fedgauge.datasets",), Dataset, annotated=False)
 TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
@@ -200,8 +190,8 @@ class Federation:
         # the network's own frozen parameters, unless a link before local training freezes them
         freezing = [says for link in steps if (says := getattr(link, "frozen", None))]  # the defense `freeze`
         own = {k: p for k, p in self.model.named_parameters() if p.is_floating_point()}
-        if still := {k for k, p in own.items() if not p.requires_grad and not any(says(k) for says in freezing)}:
-            named = whole_parts(self.model, still)
+        if still := [k for k, p in own.items() if not p.requires_grad and not any(says(k) for says in freezing)]:
+            named = whole_parts(still, dict(self.model.named_parameters()))
             freeze = f'[[chain]] use = "freeze", layers = {named} before local_sgd, or set requires_grad = True'
             yield f"[model]: {named[0]!r} has requires_grad = False, but clients would still train it: freeze it by {freeze}"
         for i, link in enumerate(composed.links, 1):
@@ -411,14 +401,13 @@ def federation(protocol_json: str) -> Federation:
     return Federation(Protocol.from_json(protocol_json))
 
 
-def whole_parts(model: nn.Module, names: set[str]) -> list[str]:
-    """Parameters of these names, as `freeze` takes them: modules that have no others, then single parameters."""
-    parts = [k for k, m in model.named_modules() if k and _within(m, k, names)]
-    outer = [k for k in parts if not any(k.startswith(f"{other}.") for other in parts)]
-    return outer + sorted(k for k in names if not any(k.startswith(f"{part}.") for part in outer))
+def whole_parts(names: Collection[str], parameters: Iterable[str]) -> list[str]:
+    """Name these parameters as `freeze` takes them: the outermost modules that have no others, and single parameters."""
+    others = {place for name in {*parameters} - {*names} for place in _places(name)}
+    return list(dict.fromkeys(next(place for place in _places(name) if place not in others) for name in names))
 
 
-def _within(module: nn.Module, name: str, still: set[str]) -> bool:
-    """Check that a module has parameters and that all are among these."""
-    names = [f"{name}.{k}" for k, _ in module.named_parameters()]
-    return bool(names) and still.issuperset(names)
+def _places(name: str) -> list[str]:
+    """Return the modules around a parameter, from the outermost on, and its name."""
+    parts = name.split(".")
+    return [".".join(parts[:k]) for k in range(1, len(parts) + 1)]

@@ -38,7 +38,8 @@ def knowledge_card(fed: Federation, planned: PlannedAttack, server: str = "hones
     if planned.role in LIMITS and isinstance(attack, Measure):
         return SEPARATOR.join([f"chain {links}", *attack.assumes(fed, batch)])
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in fed.model.modules())
-    kept = ", ".join(whole_parts(fed.model, {k for k, _ in fed.model.named_parameters() if fed.chain.stays(k)}))
+    names = [name for name, _ in fed.model.named_parameters()]
+    kept = ", ".join(whole_parts([name for name in names if fed.chain.stays(name)], names))
     parts = [
         server,
         "candidates with their labels, but not which of them are members"

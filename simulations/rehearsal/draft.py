@@ -4,10 +4,10 @@ import json
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import tomli_w
@@ -15,6 +15,7 @@ import tomli_w
 from fedgauge.attacks.problem import Problem
 from fedgauge.client.components import SpecError
 from fedgauge.client.data_folder import read_npz
+from fedgauge.client.federation import whole_parts
 from fedgauge.server.store.run import WEIGHTS
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.simulations.rehearsal.examples import Form
@@ -33,6 +34,10 @@ CHOSEN = ("model_name", "num_classes", "in_chans", "weights", "pretrained", "pro
 PLAIN = {"optimizer": "SGD", "groups": [{"lr": 2.0**-10}], "passes": 1, "max_norm": None}
 
 
+class Refused(Exception):
+    """A problem leaves nothing to attack; the draft has it."""
+
+
 class Line(NamedTuple):
     """One line of the draft, and where it comes from."""
 
@@ -47,7 +52,7 @@ class Draft:
     """A scenario in the making.
 
     Attributes:
-        fatal: those of the problems that leave nothing to attack.
+        fatal: the problem that leaves nothing to attack, if there is one.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -64,10 +69,11 @@ class Draft:
         """Add a limitation or assumption."""
         self.problems.append(Problem(code, where, why, remedy))
 
-    def refuse(self, code: str, why: str, remedy: str, where: str = "") -> None:
-        """Add a problem that leaves nothing to attack."""
+    def refuse(self, code: str, why: str, remedy: str, where: str = "") -> NoReturn:
+        """Add a problem that leaves nothing to attack, and raise Refused."""
         self.note(code, why, remedy, where)
         self.fatal.append(self.problems[-1])
+        raise Refused(why)
 
     def scenario(self) -> Scenario:
         """Build the drafted scenario."""
@@ -112,53 +118,50 @@ class Observed:
 
 def check_attackable(
     draft: Draft, observed: Observed, first: Facts, arrays: Sequence[Mapping[str, np.ndarray]], form: Form | None
-) -> Target | None:
-    """Refuse what no attack fits; return what the loss compares, unless each word is learnt from those before it.
+) -> tuple[Form, Target | None]:
+    """Refuse what no attack fits; return the form and what the loss compares, None if each word is learnt from those before it.
 
     Args:
         arrays: inputs x and labels y of this training, then of others.
         form: of the inputs.
     """
-    x, y, network = arrays[0].get("x"), arrays[0].get("y"), first["network"]
+    x, y, network, notes = arrays[0].get("x"), arrays[0].get("y"), first["network"], first["notes"]
     inputs = [each["x"] for each in arrays if "x" in each]
-    if network is None and "func" in first["notes"]:
-        draft.refuse("network", first["notes"]["func"], "compute gradients by backward()")
-    elif network is None and first["steps"]:
+    if network is None and "func" in notes:
+        draft.refuse("network", notes["func"], "compute gradients by backward()")
+    if network is None and first["steps"]:
         why = "an optimizer of torch made steps, but no module with its parameters was called"
-        remedy = "call the network itself, as net(x), not a method of it or a compiled function"
-        draft.refuse("network", why, remedy)
-    elif network is None:
+        draft.refuse("network", why, "call the network itself, as net(x), not a method of it or a compiled function")
+    if network is None:
         seen = f" ({', '.join(observed.frameworks)} is loaded)" if observed.frameworks else ""
-        draft.refuse(
-            "network", f"no torch network was trained in this process{seen}",
-            "gradients of other frameworks, trees and trainings in other processes cannot be inverted here",
-        )  # fmt: skip
-    elif "unread" in first["notes"]:
-        draft.refuse("unread", first["notes"]["unread"], "record the app by tap, with a scenario of your own")
-    elif "checkpoint" in first["notes"]:
-        draft.refuse("checkpoint", "computes layers again in the backward pass", first["notes"]["checkpoint"], network)
-    elif first["outside"] and not (form and form.next_token):
+        remedy = "gradients of other frameworks, trees and trainings in other processes cannot be inverted here"
+        draft.refuse("network", f"no torch network was trained in this process{seen}", remedy)
+    if "unread" in notes:
+        draft.refuse("unread", notes["unread"], "record the app by tap, with a scenario of your own")
+    if "checkpoint" in notes:
+        draft.refuse("checkpoint", "computes layers again in the backward pass", notes["checkpoint"], network)
+    if first["outside"] and not (form and form.next_token):
         why = f"is trained with {first['outside']} parameters outside of it"
-        if "turns" in first["notes"]:
+        if "turns" in notes:
             why = "is one of several networks that are trained by turns, as in a GAN"
         remedy = "attacks need one module that computes the whole forward pass of the trained network: call that module"
         draft.refuse("networks", why, remedy, network)
-    elif "inputs" in first["notes"] or x is None or (form is None and len({each.shape[1:] for each in inputs}) > 1):
-        seen = first["notes"].get("inputs", "inputs have different shapes")
+    if "inputs" in notes or x is None or (form is None and len({each.shape[1:] for each in inputs}) > 1):
+        seen = notes.get("inputs", "inputs have different shapes")
         draft.refuse("inputs", seen, "one tensor of images, rows or token ids is needed")
-    elif not all(np.isfinite(each).all() for each in inputs):
+    if not all(np.isfinite(each).all() for each in inputs):
         draft.refuse("inputs", "some inputs are not finite (NaN or infinite)", "fill gaps before the network")
-    elif form is None:
+    if form is None:
         words = "token ids are attacked in networks of the package transformers (BERT, GPT-2, Llama and their like)"
         remedy = words if x.ndim <= 2 else "convert inputs to floating point before the network"
         draft.refuse("inputs", f"takes {x.dtype} of shape {x.shape[1:]}", remedy, network)
-    elif form.language and (kind := (form.language["adapter"] or {}).get("kind")):
+    if form.language and (kind := (form.language["adapter"] or {}).get("kind")):
         draft.refuse("adapter", f"is adapted by {kind}", "LoRA is attacked here", network)
-    elif not form.next_token:
-        if not isinstance(target := target_of(first, y), Problem):
-            return target
+    if form.next_token:
+        return form, None
+    if isinstance(target := target_of(first, y), Problem):
         draft.refuse(target.code, target.why, target.remedy, target.where)
-    return None
+    return form, target
 
 
 def write_draft(
@@ -199,7 +202,7 @@ def write_draft(
         draft.add("[data]", "outputs of the network", classes=target.classes)
     draft.add("[model]", "the network's mode in training", mode=first["mode"])
     _loss(draft, first, target)
-    frozen = layers_of(first["frozen"], first["parameters"])
+    frozen = whole_parts(first["frozen"], first["parameters"])
     frozen = [f"net.{name}" for name in frozen] if form.language else frozen
     if form.language and form.language["adapter"]:
         frozen = []
@@ -235,18 +238,6 @@ def write_draft(
                     draft.note(code, words)
 
 
-def layers_of(some: Sequence[str], parameters: Iterable[str]) -> list[str]:
-    """Return the layers that have only these parameters, the outermost ones, and the other parameters' names."""
-    others = {place for name in {*parameters} - {*some} for place in _places(name)}
-    return list(dict.fromkeys(next(place for place in _places(name) if place not in others) for name in some))
-
-
-def _places(name: str) -> list[str]:
-    """Return the layers around a parameter, from the outermost on, and its name."""
-    parts = name.split(".")
-    return [".".join(parts[:k]) for k in range(1, len(parts) + 1)]
-
-
 def _examples(rounds: Sequence[Facts]) -> tuple[int, int, bool]:
     """Return a client's examples of a round, the epochs over them, and whether their order changes.
 
@@ -274,13 +265,7 @@ def arrays_of(facts: Facts) -> dict[str, np.ndarray]:
     return {k: array for k, array in arrays.items() if k == "x" or len(array) == len(arrays["x"])}
 
 
-def _data(
-    draft: Draft,
-    public: Sequence[Facts],
-    form: Form,
-    target: Target | None,
-    files: Path,
-) -> None:
+def _data(draft: Draft, public: Sequence[Facts], form: Form, target: Target | None, files: Path) -> None:
     """Write the public examples, and name them."""
     arrays = [read_npz(Path(facts["data"])) for facts in public]
     x = np.concatenate([form.stored(each["x"]) for each in arrays])
@@ -414,8 +399,8 @@ def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, Any]:
     return {"rate": float(np.mean(rates))}
 
 
-def with_network(draft: Draft, first: Facts, form: Form) -> Scenario | None:
-    """Add the call that builds the observed network; None, with a problem, if none of those seen can be repeated."""
+def with_network(draft: Draft, first: Facts, form: Form) -> Scenario:
+    """Add the call that builds the observed network; refuse it if none of those seen can be repeated."""
     reasons = []
     for network, origin, left_out in _networks(first, form):
         trial = Draft([*draft.lines])
@@ -436,10 +421,8 @@ def with_network(draft: Draft, first: Facts, form: Form) -> Scenario | None:
         reasons.append(f"{network['use']} builds another network")
     if reasons and (code := next((key for key in ("data", "loss", "chain") if f"[{key}]" in reasons[0]), "")):
         draft.refuse(code, reasons[0], "")
-        return None
     why = f" ({reasons[0]})" if reasons else ""
     draft.refuse("network", f"cannot be built again{why}", REMEDY, first["network"])
-    return None
 
 
 def _networks(first: Facts, form: Form) -> list[tuple[dict[str, Any], str, list[str]]]:

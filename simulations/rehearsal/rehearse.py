@@ -36,6 +36,7 @@ from fedgauge.simulations.rehearsal.draft import (
     Draft,
     Facts,
     Observed,
+    Refused,
     arrays_of,
     check_attackable,
     check_reported,
@@ -143,17 +144,25 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         truth: write the observed examples of the attacked clients.
     """
     sys.dont_write_bytecode = True  # the network is built by the app's code, and nothing is written in its folder
-    draft, nodes = Draft(), [node for node, rounds in observed.clients.items() if "data" in rounds[0]]
-    refused = Rehearsal(run, draft, run.folder, (), "")
+    draft = Draft()
+    try:
+        found = _rehearsed(draft, run, observed, folder, clients, truth)
+    except Refused:
+        found = Rehearsal(run, draft, run.folder, (), "")
+    if draft.lines:
+        run_files.write(run.folder / "scenario.toml", draft.text().encode())
+    return found
+
+
+def _rehearsed(draft: Draft, run: Run, observed: Observed, folder: Path, clients: int, truth: bool) -> Rehearsal:
+    nodes = [node for node, rounds in observed.clients.items() if "data" in rounds[0]]
     first = observed.clients[nodes[0]][0] if nodes else next(rounds[0] for rounds in observed.clients.values())
     arrays = [arrays_of(facts) for rounds in ([first], *observed.clients.values()) for facts in rounds]
     inputs = [each["x"] for each in arrays if "x" in each]
     form = form_of(inputs, first["normalised"], observed.language, first["output"]) if inputs else None
-    target = check_attackable(draft, observed, first, arrays, form)
-    if not draft.fatal and len(nodes) < 2:
+    form, target = check_attackable(draft, observed, first, arrays, form)
+    if len(nodes) < 2:
         draft.refuse("clients", "one client trained, and none is left to provide public data", "raise --clients")
-    if draft.fatal or form is None:
-        return refused
     sizes = {node: sum(observed.clients[node][0]["sizes"]) for node in nodes}
     alike = nodes[:-1] if first["dp"] else [node for node in nodes[:-1] if sizes[node] == sizes[nodes[0]]]
     attacked = alike[:clients]  # a scenario has one size; Opacus draws it
@@ -165,11 +174,11 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     with run.ledger() as ledger:
         numbers = {node: client for client, node in ledger.nodes().items()}
         uploads = {
-            node: uploads_of(ledger, numbers[node], observed.clients[node], first["parameters"])
+            node: own
             for node in attacked
             if node in numbers  # of messages with arrays
+            and (own := uploads_of(ledger, numbers[node], observed.clients[node], first["parameters"]))
         }
-        uploads = {node: own for node, own in uploads.items() if own}
         recorded = [row for row in ledger.observations() if row["digest"]]
         whole = replies_of(run, ledger) == "weights"
         if "large" not in first["notes"]:  # otherwise some were not kept
@@ -178,7 +187,6 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
         mods = ", ".join(observed.mods)
         why = "the attacked clients' replies carry no arrays that can be read" + (f" after {mods}" if mods else "")
         draft.refuse("uploads", why, f"audit the app without {mods}" if mods else "let them upload weights")
-        return refused
     shared = set.intersection(*({row["round"] for row, _ in own} for own in uploads.values()))
     attacked = [*uploads] if shared else [*uploads][:1]
     first = uploads[attacked[0]][0][1]
@@ -196,9 +204,6 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
     packages += ("torch",) if target and ":" in target.loss.get("use", "") else ()  # whose losses are called by name
     with components.allowing(packages, importing(folder.resolve())), users_errors():
         scenario = with_network(draft, first, form)
-        if scenario is None:
-            run_files.write(run.folder / "scenario.toml", draft.text().encode())
-            return refused
         client, own = numbers[attacked[0]], uploads[attacked[0]]
         row = own[0][0]
         began, came = row["round"], run.tape().read(row["round"], client, row["digest"])
@@ -209,18 +214,15 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
                 scenario = draft.scenario()
             trained = {client: own[:1]} if kept else {numbers[node]: uploads[node] for node in attacked}
             proof, seconds, unlike = _proof(run, draft, scenario, trained, (form, target))
-            attacked = [node for node in attacked if numbers[node] not in unlike]
         except (UploadMismatch, RuntimeError) as error:  # torch raises the latter, such as for a scripted network
             draft.refuse("uploads" if isinstance(error, UploadMismatch) else "network", str(error), "")
-            run_files.write(run.folder / "scenario.toml", draft.text().encode())
-            return refused
-        n = scenario.federation.shards.batch_size
+        attacked = [node for node in attacked if numbers[node] not in unlike]
         truths = run.folder / "truth"
         if truth:
             truths.mkdir(mode=0o700)
         for node in attacked if truth else ():
             for row, facts in uploads[node]:
-                x, y = (part[:n] for part in _examples(facts, form, target))
+                x, y = (part[: scenario.federation.shards.batch_size] for part in _examples(facts, form, target))
                 np.savez(truths / f"node-{node}-round-{row['round']}.npz", x=x, y=y)
         fit = int(SEVERAL / max(seconds, 1e-9))  # updates
         if fit < len(attacked) * len(own) and not any(
@@ -238,7 +240,6 @@ def rehearse(run: Run, observed: Observed, folder: Path, clients: int, truth: bo
                 draft.add("[[attack]]", 'the attacks of effort = "quick"', **{**table, **cut})
             remedy = 'to search longer, set effort = "quick" and remove [[attack]]'
             draft.note("cost", f"searches have {fewer} iterations", remedy)
-        run_files.write(run.folder / "scenario.toml", draft.text().encode())
         with run.ledger() as ledger:
             ledger.set_meta(drafted_chain=repr(tomllib.loads(draft.text())["chain"]))
         return Rehearsal(run, draft, truths, packages, proof)

@@ -87,19 +87,15 @@ def _mods(client: Any) -> list[str]:
 def _facts(seen: Training, name: str, language: Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:
     """Return the facts of a training as JSON; inputs and labels in a separate file, sentences padded."""
     network = None if seen.network is None else unwrapped(seen.network)
-    facts: dict[str, Any] = {
+    facts = {
+        key: getattr(seen, key) for key in ("output", "losses", "scales", "proximal_mu", "normalised", "dp", "notes")
+    }
+    facts |= {
         "network": None if network is None else type(network).__name__,
-        "output": seen.output,
-        "losses": seen.losses,
-        "scales": seen.scales,
-        "proximal_mu": seen.proximal_mu,
         "outside": 0,
         "reconstructs": False,
         "steps": [asdict(step) for step in seen.steps],
         "built": [vars(built) | {"arguments": _given(built)} for built in seen.built],
-        "normalised": seen.normalised,
-        "dp": seen.dp,
-        "notes": seen.notes,
         "sizes": [len(x) for x in seen.x],
     }
     if network is not None:

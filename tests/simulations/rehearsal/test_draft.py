@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fedgauge.attacks.base import Observation
+from fedgauge.client.federation import whole_parts
 from fedgauge.simulations.rehearsal import rehearse
-from fedgauge.simulations.rehearsal.draft import Draft, _examples, _networks, check_reported, layers_of
+from fedgauge.simulations.rehearsal.draft import Draft, _examples, _networks, check_reported
 from fedgauge.simulations.rehearsal.losses import Target, target_of
 
 
@@ -32,8 +33,8 @@ def test_a_librarys_network_lacks_what_its_component_has_no_argument_for() -> No
 
 def test_frozen_layers_are_named_as_a_whole() -> None:
     network = ["body.0.weight", "body.0.bias", "body.1.weight", "head.weight", "head.bias", "scale"]
-    assert layers_of(["body.0.weight", "body.0.bias", "body.1.weight"], network) == ["body"]
-    assert layers_of(["body.0.weight", "body.0.bias", "head.bias", "scale"], network) == [
+    assert whole_parts(["body.0.weight", "body.0.bias", "body.1.weight"], network) == ["body"]
+    assert whole_parts(["body.0.weight", "body.0.bias", "head.bias", "scale"], network) == [
         "body.0",
         "head.bias",
         "scale",
