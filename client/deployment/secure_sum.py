@@ -5,10 +5,8 @@ adds its own mask. Every client's two secrets, the seed of its own mask and the 
 group (Shamir, 1979). If a client's vector arrived, the others send the server their shares of its seed; if it dropped out,
 their shares of its key; never both, so a vector that arrives late stays masked.
 
-The server passes on the clients' public keys unchanged. Without an authority that certifies keys, a server that forges keys, or
-invents most of a group, reads everything. Against a server that falsifies the list of survivors and dropouts, the clients
-confirm their lists to each other before they hand out shares, under keys that the server does not have.
-`PairwiseMasking.tolerance` is the number of clients that may help it. A dishonest client spoils the sum, but learns nothing.
+Clients confirm their lists of survivors and dropouts to each other before they hand out shares. docs/secure-sum.md says which
+servers this resists, and client/collusion.py why.
 """
 
 import hashlib
@@ -200,13 +198,11 @@ class PairwiseMasking(Checked):
         if step == "share":
             return self._share(member, cast(list[bytes], question["keys"]))
         if step == "mask":
-            senders, sealed = cast(list[int], question["senders"]), cast(list[bytes], question["sealed"])
-            return self._mask(member, dict(zip(senders, sealed, strict=True)), train)
+            return self._mask(member, _values_in(question), train)
         if step == "confirm":
             survivors, dropped = (tuple(cast(list[int], question[k])) for k in ("survivors", "dropped"))
             return self._confirm(replace(member, step="confirm", survivors=survivors, dropped=dropped))
-        confirmed, tags = cast(list[int], question["confirmed"]), cast(list[bytes], question["tags"])
-        return self._unmask(member, dict(zip(confirmed, tags, strict=True)))
+        return self._unmask(member, _values_in(question))
 
     def _share(self, member: ClientSession, keys: list[bytes]) -> tuple[Record, Record]:
         """Shares of both secrets for all clients, each encrypted for its receiver."""
@@ -221,11 +217,9 @@ class PairwiseMasking(Checked):
         member = replace(member, step="share", seed=seed, number=numbers[0], keys=tuple(keys), context=context)
         both = [shamir_share(int.from_bytes(secret), self.least, count) for secret in (member.seed, member.mask_key)]
         parts = {n: b"".join(s[n - 1].to_bytes(SHARE) for s in both) for n in range(1, count + 1)}
-        sealed = {
-            n: _cipher(member, n, sends=True).encrypt(NONCE, p, None) for n, p in parts.items() if n != member.number
-        }
-        member = replace(member, senders=(member.number,), shares=(parts[member.number],))
-        return member.to_record(), {"receivers": list(sealed), "sealed": list(sealed.values())}
+        member = replace(member, senders=(member.number,), shares=(parts.pop(member.number),))
+        sealed = {n: _cipher(member, n, sends=True).encrypt(NONCE, part, None) for n, part in parts.items()}
+        return member.to_record(), _record_of(sealed)
 
     def _mask(self, member: ClientSession, sealed: Mapping[int, bytes], train: Train) -> tuple[Record, Record]:
         """The vector with its own mask and the masks of the pairs with all clients that sent shares."""
@@ -253,7 +247,7 @@ class PairwiseMasking(Checked):
         _require(member.number in member.survivors, "the server says that this client dropped out, but still asks it")
         self._check_enough(len(member.survivors))
         tags = {n: _tag(member, n, sends=True) for n in member.survivors if n != member.number}
-        return member.to_record(), {"receivers": list(tags), "tags": list(tags.values())}
+        return member.to_record(), _record_of(tags)
 
     def _unmask(self, member: ClientSession, tags: Mapping[int, bytes]) -> tuple[Record, Record]:
         """One share of one secret of each sender; the session ends, and its secrets are deleted."""
@@ -264,7 +258,7 @@ class PairwiseMasking(Checked):
         held = dict(zip(member.senders, member.shares, strict=True))
         shares = {n: held[n][:SHARE] for n in member.survivors} | {n: held[n][SHARE:] for n in member.dropped}
         over = ClientSession(member.session, "unmask", b"", b"")
-        return over.to_record(), {"owners": list(shares), "shares": list(shares.values())}
+        return over.to_record(), _record_of(shares)
 
     def rounds(
         self, members: Sequence[int], size: int
@@ -290,21 +284,16 @@ class PairwiseMasking(Checked):
         keys = [key for pair in advertised.values() for key in pair]
         answers = yield {m: {**base, "step": "share", "keys": keys} for m in number}
         everybody = list(number.values())
-        sealed = self._usable(
-            answers, number, lambda m, a: _addressed(a, "receivers", "sealed", _without(everybody, number[m]), SEALED)
-        )
-        answers = yield _passed_on({**base, "step": "mask"}, "senders", "sealed", sealed, number)
+        sealed = self._usable(answers, number, lambda m, a: _checked(a, _without(everybody, number[m]), SEALED))
+        answers = yield _passed_on({**base, "step": "mask"}, sealed, number)
         masked = self._usable(answers, sealed, lambda m, answer: _vector(answer, size))
         # made once: later vectors are ignored, or the server might learn both secrets of a sender
         survivors, dropped = [number[m] for m in masked], [number[m] for m in sealed if m not in masked]
         asked: Record = {"survivors": survivors, "dropped": dropped}
         answers = yield {m: {**base, "step": "confirm", **asked} for m in masked}
-        confirmed = self._usable(
-            answers, masked, lambda m, a: _addressed(a, "receivers", "tags", _without(survivors, number[m]), SECRET)
-        )
-        answers = yield _passed_on({**base, "step": "unmask"}, "confirmed", "tags", confirmed, number)
-        owners = [*survivors, *dropped]
-        disclosed = self._usable(answers, confirmed, lambda m, a: _addressed(a, "owners", "shares", owners, SHARE))
+        confirmed = self._usable(answers, masked, lambda m, a: _checked(a, _without(survivors, number[m]), SECRET))
+        answers = yield _passed_on({**base, "step": "unmask"}, confirmed, number)
+        disclosed = self._usable(answers, confirmed, lambda m, a: _checked(a, [*survivors, *dropped], SHARE))
         shares = {number[m]: held for m, held in disclosed.items()}
         total: Integers = np.sum(list(masked.values()), axis=0, dtype=np.uint64)
         total = total - self._masks(survivors, dropped, keys, session, shares, len(total))
@@ -407,25 +396,27 @@ def _vector(answer: Mapping[str, Any], size: int) -> Integers:
     return found
 
 
-def _passed_on(
-    base: Record, numbers: str, values: str, sent: Mapping[int, Mapping[int, bytes]], number: Mapping[int, int]
-) -> dict[int, Record]:
+def _passed_on(base: Record, sent: Mapping[int, Mapping[int, bytes]], number: Mapping[int, int]) -> dict[int, Record]:
     """A question to each member with what all others sent to it."""
-    return {
-        m: {**base, numbers: [number[s] for s in sent if s != m], values: [sent[s][number[m]] for s in sent if s != m]}
-        for m in sent
-    }
+    return {m: {**base, **_record_of({number[s]: sent[s][number[m]] for s in sent if s != m})} for m in sent}
 
 
 def _without(numbers: Iterable[int], own: int) -> list[int]:
     return [n for n in numbers if n != own]
 
 
-def _addressed(
-    answer: Mapping[str, Any], numbers: str, values: str, expected: list[int], size: int
-) -> dict[int, bytes]:
+def _record_of(values: Mapping[int, bytes]) -> Record:
+    """A byte string for, or from, each of several members, as a message carries them."""
+    return {"members": list(values), "values": list(values.values())}
+
+
+def _values_in(record: Mapping[str, Any]) -> dict[int, bytes]:
+    return dict(zip(record["members"], record["values"], strict=True))
+
+
+def _checked(answer: Mapping[str, Any], expected: list[int], size: int) -> dict[int, bytes]:
     """A byte string of this length for each of the expected numbers."""
-    of, found = answer[numbers], answer[values]
+    of, found = answer["members"], answer["values"]
     if not isinstance(of, list) or of != expected or any(not isinstance(v, bytes) or len(v) != size for v in found):
         raise ValueError(f"expected {size} bytes for each of {expected}")
-    return dict(zip(expected, found, strict=True))
+    return _values_in(answer)

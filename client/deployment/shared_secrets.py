@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,28 +17,21 @@ def shamir_share(secret: int, threshold: int, count: int) -> list[int]:
     return [evaluate_polynomial([secret, *drawn], x) for x in range(1, count + 1)]
 
 
-def evaluate_polynomial(coefficients: Sequence[int], x: int, prime: int = PRIME) -> int:
-    """A polynomial at x modulo a prime, its constant coefficient first."""
-    value = 0
-    for c in reversed(coefficients):
-        value = (value * x + c) % prime
-    return value
+def evaluate_polynomial(coefficients: Sequence[int], x: int) -> int:
+    """A polynomial at x modulo PRIME, its constant coefficient first."""
+    return reduce(lambda value, c: (value * x + c) % PRIME, reversed(coefficients), 0)
 
 
-def shamir_combine(shares: Mapping[int, int], prime: int = PRIME) -> int:
-    """The polynomial through (x, value) for all shares, at 0 (Lagrange); it needs as many shares as the threshold.
-
-    >>> shamir_combine({2: 329, 4: 176, 5: 1188}, prime=1613)
-    1234
-    """
+def shamir_combine(shares: Mapping[int, int]) -> int:
+    """The polynomial through (x, value) for all shares, at 0 (Lagrange); it needs as many shares as the threshold."""
     total = 0
     for x, value in shares.items():
         up = down = 1
         for other in shares:
             if other != x:
-                up, down = up * other % prime, down * (other - x) % prime
-        total += value * up * pow(down, -1, prime)
-    return total % prime
+                up, down = up * other % PRIME, down * (other - x) % PRIME
+        total += value * up * pow(down, -1, PRIME)
+    return total % PRIME
 
 
 def expand_seed(seed: bytes, size: int) -> NDArray[np.uint64]:

@@ -105,10 +105,10 @@ def unmasked(group: Group, found: SecureSumResult) -> NDArray[Any]:
 
 def test_shares_on_paper() -> None:
     """The worked example of Wikipedia's article on Shamir's scheme: 1234 + 166 x + 94 x^2 modulo 1613."""
-    values = [evaluate_polynomial([1234, 166, 94], x, prime=1613) for x in range(1, 7)]
-    assert values == [1494, 329, 965, 176, 1188, 775]
+    values = [evaluate_polynomial([1234, 166, 94], x) for x in range(1, 7)]
+    assert [value % 1613 for value in values] == [1494, 329, 965, 176, 1188, 775]
     for chosen in itertools.combinations(range(1, 7), 3):
-        assert shamir_combine({x: values[x - 1] for x in chosen}, prime=1613) == 1234
+        assert shamir_combine({x: values[x - 1] for x in chosen}) == 1234
 
 
 @given(secret=st.integers(0, 2**256 - 1), count=st.integers(1, 9), data=st.data())
@@ -249,7 +249,7 @@ def test_with_all_that_it_learns_a_survivor_stays_under_its_pairs_masks(drawn: N
     """Its own mask is known after the sum: what is left is uniform still, up to the sum of all, which is none of one."""
     group = Group(FIVE, LONG)
     group.sum()
-    shares = {i: list(a["shares"]) for i, a in enumerate(group.told["unmask"].values(), 1)}  # type: ignore[arg-type]
+    shares = {i: list(a["values"]) for i, a in enumerate(group.told["unmask"].values(), 1)}  # type: ignore[arg-type]
     for n, m in enumerate(LONG, 1):
         seed = shamir_combine({i: int.from_bytes(s[n - 1]) for i, s in shares.items()}).to_bytes(SECRET)
         left = np.asarray(group.told["mask"][m]["masked"]) - expand_seed(seed, 30_001)
@@ -296,7 +296,7 @@ def test_a_client_confirms_once_and_not_what_would_give_a_secret_away(survivors:
     group, question = asked_to_confirm()
     with pytest.raises(Refused):
         group.answer(10, {**question, "survivors": survivors, "dropped": dropped})
-    assert group.answer(10, question)["receivers"] == [2, 3, 4], "the honest question is answered still"
+    assert group.answer(10, question)["members"] == [2, 3, 4], "the honest question is answered still"
     for again in (question, {**question, "survivors": [1, 2, 3, 4, 5], "dropped": []}):
         with pytest.raises(Refused):
             group.answer(10, again)
@@ -307,20 +307,20 @@ def test_a_client_unmasks_only_what_as_many_as_the_threshold_confirm_to_it(spoil
     """Three of five are needed, itself included: with one tag from another client it says nothing."""
     group, question = asked_to_confirm()
     told = {n: group.answer(9 + n, question) for n in (1, 2, 3)}
-    tags = {n: dict(zip(told[n]["receivers"], told[n]["tags"], strict=True)) for n in told}  # type: ignore[arg-type]
+    tags = {n: dict(zip(told[n]["members"], told[n]["values"], strict=True)) for n in told}  # type: ignore[arg-type]
     base: Record = {"session": question["session"], "step": "unmask", "terms": question["terms"]}
     every: Record = {**question, "survivors": [1, 2, 3, 4, 5], "dropped": []}
     third = {
         "nobody": {},
         "changed": {3: bytes(SECRET)},
         "another's": {4: tags[3][1]},
-        "of another list": {4: group.answer(13, every)["tags"][0]},  # type: ignore[index]
+        "of another list": {4: group.answer(13, every)["values"][0]},  # type: ignore[index]
         "its own": {1: tags[1][3]},
     }[spoil]
     with pytest.raises(TooFewSurvivors):
-        group.answer(10, {**base, "confirmed": [2, *third], "tags": [tags[2][1], *third.values()]})
-    honest = group.answer(10, {**base, "confirmed": [2, 3, 4], "tags": [tags[2][1], tags[3][1], b"a lie"]})
-    assert honest["owners"] == [1, 2, 3, 4, 5], "two others agree, and a third that lies stops nobody"
+        group.answer(10, {**base, "members": [2, *third], "values": [tags[2][1], *third.values()]})
+    honest = group.answer(10, {**base, "members": [2, 3, 4], "values": [tags[2][1], tags[3][1], b"a lie"]})
+    assert honest["members"] == [1, 2, 3, 4, 5], "two others agree, and a third that lies stops nobody"
 
 
 def learned(
@@ -341,9 +341,9 @@ def learned(
         asked = server.send({m: group.answer(m, q) for m, q in asked.items()})
     masked: dict[int, NDArray[Any]] = {}
     for n in numbers:
-        sealed = dict(zip(asked[9 + n]["senders"], asked[9 + n]["sealed"], strict=True))  # type: ignore[arg-type]
+        sealed = dict(zip(asked[9 + n]["members"], asked[9 + n]["values"], strict=True))  # type: ignore[arg-type]
         told = sorted(heard[n] - {n})
-        answer = group.answer(9 + n, {**asked[9 + n], "senders": told, "sealed": [sealed[s] for s in told]})
+        answer = group.answer(9 + n, {**asked[9 + n], "members": told, "values": [sealed[s] for s in told]})
         masked[n] = np.asarray(answer["masked"])
     sessions = {n: ClientSession.kept(group.states[9 + n]) for n in numbers}
     kept = {n: session for n, session in sessions.items() if session is not None}
@@ -355,7 +355,7 @@ def learned(
             answer = group.answer(9 + n, question)
         except TooFewSurvivors:
             continue
-        tags[n] = dict(zip(answer["receivers"], answer["tags"], strict=True))  # type: ignore[arg-type]
+        tags[n] = dict(zip(answer["members"], answer["values"], strict=True))  # type: ignore[arg-type]
     shares: dict[tuple[str, int], dict[int, int]] = {}
     for n in set(numbers) - set(honest):  # what the server's helpers hold
         for owner, both in zip(kept[n].senders, kept[n].shares, strict=True):
@@ -366,10 +366,10 @@ def learned(
         passed = {s: tags[s][n] for s in tags if n in tags[s]}
         passed |= {h: _tag(replace(kept[h], **lists), n, sends=True) for h in set(numbers) - set(honest)}
         try:
-            answer = group.answer(9 + n, {**base, "step": "unmask", "confirmed": [*passed], "tags": [*passed.values()]})
+            answer = group.answer(9 + n, {**base, "step": "unmask", "members": [*passed], "values": [*passed.values()]})
         except TooFewSurvivors:
             continue
-        for owner, share in zip(answer["owners"], answer["shares"], strict=True):  # type: ignore[arg-type]
+        for owner, share in zip(answer["members"], answer["values"], strict=True):  # type: ignore[arg-type]
             shares.setdefault(("seed" if owner in left else "key", owner), {})[n] = int.from_bytes(share)
     found = {
         which: shamir_combine(dict(sorted(held.items())[: terms.least])).to_bytes(SECRET)
@@ -522,13 +522,13 @@ def test_a_client_trains_for_no_sum_of_few_and_not_with_shares_that_were_tampere
     for _ in range(2):
         questions = server.send({m: group.answer(m, q) for m, q in questions.items()})
     question = questions[10]
-    sealed: list[bytes] = list(question["sealed"])  # type: ignore[arg-type]
+    sealed: list[bytes] = list(question["values"])  # type: ignore[arg-type]
     for changes in (
-        {"senders": [2], "sealed": sealed[:1]},
-        {"senders": [1, 2, 3, 4]},
-        {"senders": [2, 3, 4, 6]},
-        {"sealed": [bytes([sealed[0][0] ^ 1]) + sealed[0][1:], *sealed[1:]]},
-        {"sealed": [sealed[1], sealed[0], *sealed[2:]]},
+        {"members": [2], "values": sealed[:1]},
+        {"members": [1, 2, 3, 4]},
+        {"members": [2, 3, 4, 6]},
+        {"values": [bytes([sealed[0][0] ^ 1]) + sealed[0][1:], *sealed[1:]]},
+        {"values": [sealed[1], sealed[0], *sealed[2:]]},
     ):
         with pytest.raises(Refused):
             FIVE.answer(group.states[10], {**question, **changes}, lambda: pytest.fail("trained"))  # type: ignore[dict-item]
@@ -546,15 +546,15 @@ def test_a_client_trains_for_no_sum_of_few_and_not_with_shares_that_were_tampere
         ("advertise", {"keys": 7}),
         ("advertise", {"keys": [bytes([9]).ljust(32, b"\0")] * 2}),
         ("advertise", {"keys": [bytes(32), bytes([9]).ljust(32, b"\0")]}),
-        ("share", {"receivers": np.array([1, 2, 4, 5]), "sealed": [bytes(2 * SHARE + 16)] * 4}),
-        ("confirm", {"receivers": [1, 2, 4, 5], "tags": [bytes(SECRET)] * 3}),
-        ("confirm", {"receivers": [1, 2, 4, 5], "tags": [bytes(SECRET)] * 4}),
-        ("share", {"receivers": [1, 2, 4, 5], "sealed": [b""] * 4}),
-        ("share", {"receivers": [1, 2, 3, 4], "sealed": [bytes(2 * SHARE + 16)] * 4}),
+        ("share", {"members": np.array([1, 2, 4, 5]), "values": [bytes(2 * SHARE + 16)] * 4}),
+        ("confirm", {"members": [1, 2, 4, 5], "values": [bytes(SECRET)] * 3}),
+        ("confirm", {"members": [1, 2, 4, 5], "values": [bytes(SECRET)] * 4}),
+        ("share", {"members": [1, 2, 4, 5], "values": [b""] * 4}),
+        ("share", {"members": [1, 2, 3, 4], "values": [bytes(2 * SHARE + 16)] * 4}),
         ("mask", {"masked": np.zeros(3, "<u4")}),
         ("mask", {"masked": np.zeros(2, "<u8")}),
         ("mask", {"masked": [1, 2, 3]}),
-        ("unmask", {"owners": [1, 2, 3, 5, 4], "shares": [bytes(SHARE)] * 5}),
+        ("unmask", {"members": [1, 2, 3, 5, 4], "values": [bytes(SHARE)] * 5}),
     ],
 )
 def test_an_answer_that_is_none_is_as_one_that_did_not_come(step: str, answer: Record) -> None:
@@ -579,7 +579,7 @@ def test_no_vector_moves_a_mean_beyond_the_clip_and_wrong_shares_spoil_no_sum_un
             masked[:1] += np.uint64(far * 2**32 % 2**64)
             answers[12] = {"masked": masked}
         if now == "unmask" and far is None:
-            answers[10] = {**answers[10], "shares": [bytes(SHARE)] * 5}
+            answers[10] = {**answers[10], "values": [bytes(SHARE)] * 5}
         return answers
 
     with pytest.raises(ValueError, match="secret" if far is None else "lied"):
