@@ -166,14 +166,19 @@ class Chain:
         return found[0]
 
 
-def _parts(links: Iterable[Transform]) -> Iterator[Link]:
+def flat(links: Iterable[Transform], each: bool = False) -> Iterator[tuple[Transform, bool]]:
+    """Yield the links within chains and `per_example`, each with whether it acts per example."""
     for link in links:
         if isinstance(link, Chain):
-            yield from _parts(link.links)
+            yield from flat(link.links, each)
         elif isinstance(link, per_example):
-            yield from _parts([link.inner])
-        elif isinstance(link, Link):
-            yield link
+            yield from flat([link.inner], True)
+        else:
+            yield link, each
+
+
+def _parts(links: Iterable[Transform]) -> Iterator[Link]:
+    return (link for link, _ in flat(links) if isinstance(link, Link))
 
 
 def may_read_examples(link: Transform) -> bool:

@@ -377,43 +377,32 @@ class ControlledSGD(local_sgd):
         return f"{super().words} with SCAFFOLD's control variates"
 
     def start(self, params: Params, step: int) -> Params:
-        return (
-            params
-            if self.correction is None
-            else {k: p + self.correction.of[k] * (step / self.steps) for k, p in params.items()}
-        )
+        if self.correction is None:
+            return params
+        return {k: p + self.correction.of[k] * (step / self.steps) for k, p in params.items()}
 
     @property
     def beside(self) -> Update | None:
         return None if self.correction is None or self.corrected else self.correction.of
 
     def bound(self, memory: TransformState, prefix: str) -> Transform:
-        def wrap(compute: UpdateFn) -> UpdateFn:
-            def train(params: Params, batch: Batch, rng: Generator | None) -> Update:
-                correction = _correction_in(memory, prefix, params)
-                own = replace(self, correction=Correction(correction) if correction else None)
-                return own(compute)(params, batch, rng)
+        def corrected(params: Params) -> ControlledSGD:
+            correction = _correction_in(memory, prefix, params)
+            return replace(self, correction=Correction(correction) if correction else None)
 
-            return train
-
-        return wrap
+        return lambda compute: lambda params, batch, rng: corrected(params)(compute)(params, batch, rng)
 
     def noting(self, memory: TransformState, prefix: str) -> Transform:
         """Behind the whole chain: writes to the memory where the client was, and where its own gradients moved it."""
 
-        def wrap(compute: UpdateFn) -> UpdateFn:
-            def note(params: Params, batch: Batch, rng: Generator | None) -> Update:
-                correction = _correction_in(memory, prefix, params)
-                sent = compute(params, batch, rng)
-                own = own_move(sent, correction)
-                memory.update({f"{prefix}at.{k}": p.detach().clone() for k, p in params.items()})
-                # what is not finite must not stay for ever
-                memory.update({f"{prefix}own.{k}": t.detach().nan_to_num(0.0, 0.0, 0.0) for k, t in own.items()})
-                return sent
+        def noted(params: Params, sent: Update) -> Update:
+            own = own_move(sent, _correction_in(memory, prefix, params))
+            memory.update({f"{prefix}at.{k}": p.detach().clone() for k, p in params.items()})
+            # what is not finite must not stay for ever
+            memory.update({f"{prefix}own.{k}": t.detach().nan_to_num(0.0, 0.0, 0.0) for k, t in own.items()})
+            return sent
 
-            return note
-
-        return wrap
+        return lambda compute: lambda params, batch, rng: noted(params, compute(params, batch, rng))
 
 
 def own_move(sent: Update, correction: Update) -> Update:

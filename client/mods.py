@@ -1,13 +1,13 @@
 """An update-level defense as an ordinary Flower mod, for any ClientApp."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message
 from torch import Generator, Tensor
 
 from fedgauge.client.arrays import npy_array, npy_header
-from fedgauge.client.chain import Chain
+from fedgauge.client.chain import Chain, flat
 from fedgauge.client.rng import secret_generator
 from fedgauge.client.transforms import UpdateTransform
 from fedgauge.client.update import Params, Transform, at_least_single
@@ -37,7 +37,11 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
     if rng is None:
         transform = Chain((transform,)).deployed
     # a generator for each: what a mask shows of its own must not lead to another defense's draws
-    defenses = [(defense, secret_generator() if rng is None else rng) for defense in _defenses(transform)]
+    defenses = []
+    for defense, each in flat([transform]):
+        if each or not isinstance(defense, UpdateTransform):
+            raise ValueError(f"a mod acts on the finished update, but {defense} needs the examples or trains")
+        defenses.append((defense, secret_generator() if rng is None else rng))
 
     def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
         sent = only_arrays(message)[1].to_torch_state_dict()
@@ -57,16 +61,6 @@ def as_mod(transform: Transform, rng: Generator | None = None) -> Mod:
         return reply
 
     return mod
-
-
-def _defenses(transform: Transform) -> Iterator[UpdateTransform]:
-    if isinstance(transform, Chain):
-        for link in transform.links:
-            yield from _defenses(link)
-    elif isinstance(transform, UpdateTransform):
-        yield transform
-    else:
-        raise ValueError(f"a mod acts on the finished update, but {transform} needs the examples or trains")
 
 
 def _floating(tensors: Params) -> Params:

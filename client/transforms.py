@@ -168,10 +168,7 @@ class UpdateTransform(Link):
         """The defended update, as new tensors; all randomness comes from rng."""
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
-        def defended(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            return self.apply(compute(params, batch, rng), rng)
-
-        return defended
+        return lambda params, batch, rng: self.apply(compute(params, batch, rng), rng)
 
 
 class BatchTransform(Link):
@@ -185,10 +182,7 @@ class BatchTransform(Link):
         """As many examples, as new tensors; all randomness comes from rng (None: an attacker, who has no generator)."""
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
-        def defended(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            return compute(params, self.transform(batch, rng), rng)
-
-        return defended
+        return lambda params, batch, rng: compute(params, self.transform(batch, rng), rng)
 
 
 class StatefulTransform(Link):
@@ -210,23 +204,16 @@ class StatefulTransform(Link):
         """The defended update and the memory afterwards, as new tensors."""
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
-        def first(params: Params, batch: Batch, rng: Generator | None) -> Update:
-            return self.bound({}, "")(compute)(params, batch, rng)  # each call is a first round
-
-        return first
+        return lambda params, batch, rng: self._next({}, "", compute(params, batch, rng), rng)  # each is a first round
 
     def bound(self, memory: TransformState, prefix: str) -> Transform:
-        def wrap(compute: UpdateFn) -> UpdateFn:
-            def defended(params: Params, batch: Batch, rng: Generator | None) -> Update:
-                update = compute(params, batch, rng)
-                before = {k: memory[prefix + k] for k in update if prefix + k in memory} or self.initial(update)
-                sent, after = self.advance(update, before, rng)
-                memory.update({prefix + k: t.detach() for k, t in after.items()})
-                return sent
+        return lambda compute: lambda params, batch, rng: self._next(memory, prefix, compute(params, batch, rng), rng)
 
-            return defended
-
-        return wrap
+    def _next(self, memory: TransformState, prefix: str, update: Update, rng: Generator | None) -> Update:
+        before = {k: memory[prefix + k] for k in update if prefix + k in memory} or self.initial(update)
+        sent, after = self.advance(update, before, rng)
+        memory.update({prefix + k: t.detach() for k, t in after.items()})
+        return sent
 
 
 @dataclass(frozen=True)
@@ -236,10 +223,6 @@ class GroupMean(Link):
     Args:
         members: clients, with equally many examples each, one client's after the other's.
         together: their noise-free mean equals one client's update on all the examples, so no split is needed.
-
-    Example:
-        >>> GroupMean(members=4).update_distribution(UpdateDistribution(sigma=1.0)).sigma
-        0.5
     """
 
     members: int

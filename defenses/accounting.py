@@ -2,23 +2,20 @@
 
 The server is the adversary. It sees every update and knows who took part in which round, but not which of a client's examples
 are in a round's batch: a fixed number, drawn anew each round without replacement. Data sets are neighbours if one record is
-replaced by another, or a client's whole data by any other: what is clipped to C moves by 2 C. Everything after the noise is
-post-processing. For gaussian and laplace, the guarantee assumes exact real arithmetic and secret randomness. Deployed clients
-use discrete noise: the accounting includes the cost of rounding to the grid and of float32, and the difference between discrete
-and rounded normal noise. A server cannot verify that a client draws in secret. So amplification counts only in the
-client's own computation, and there only if all of its data are its own. docs/defenses.md says what an epsilon does not cover.
+replaced by another, or a client's whole data by any other: what is clipped to C moves by 2 C. Of discrete noise, the accounting
+includes the cost of rounding to the grid and of float32. docs/defenses.md says what an epsilon does not cover.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
 
-from fedgauge.client.chain import Chain, may_read_examples
+from fedgauge.client.chain import Chain, flat, may_read_examples
 from fedgauge.client.federation import Federation
-from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution, is_identity, noise_free, per_example
+from fedgauge.client.transforms import BatchTransform, Link, UpdateDistribution, is_identity, noise_free
 from fedgauge.client.update import Transform
 from fedgauge.defenses.amplification import sampled_epsilon
 from fedgauge.defenses.ats import ats
@@ -80,7 +77,7 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
     for name, layer in model.named_modules() if model is not None else ():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
             raise NoGuarantee(f"no epsilon: layer {name!r} (BatchNorm in train mode) sends statistics without noise")
-    local, links = chain.local, list(_acting(chain))
+    local, links = chain.local, _acting(chain)
     if not any(_width(link) > 0 for link, _ in links):
         raise NoGuarantee("the chain declares no noise, so it has no epsilon")
     largest = min(local.batch_size or batch_size, batch_size)
@@ -122,22 +119,15 @@ def _over(width: float, moved: float) -> float:
     return width / moved if moved else math.inf  # a clip and a rate may be so small that their product is zero
 
 
-def _acting(chain: Chain) -> Iterator[tuple[Transform, bool]]:
+def _acting(chain: Chain) -> Sequence[tuple[Transform, bool]]:
     """The links, each with whether it acts per example, as all links before such a one do."""
-    flat = list(_flat(chain.links))
-    last = max((i for i, (_, each) in enumerate(flat) if each), default=-1)
-    for i, (link, _) in enumerate(flat):
-        yield link, i <= last
-
-
-def _flat(links: Sequence[Transform], each: bool = False) -> Iterator[tuple[Transform, bool]]:
-    for link in links:
-        if isinstance(link, per_example):
-            yield from _flat([link.inner], True)
-        elif isinstance(link, Chain | dp_sgd):
-            yield from _flat(link.links if isinstance(link, Chain) else link.parts.links, each)
-        else:
-            yield link, each
+    found = [
+        part
+        for link, each in flat(chain.links)
+        for part in flat([link.parts if isinstance(link, dp_sgd) else link], each)
+    ]
+    last = max((i for i, (_, each) in enumerate(found) if each), default=-1)
+    return [(link, i <= last) for i, (link, _) in enumerate(found)]
 
 
 def _width(link: Transform) -> float:
@@ -200,13 +190,7 @@ class Accountant:
         return cls(replace(found, sampled=found.sampled and secret), batch_size, delta, entries)
 
     def spent(self, rounds: int, shard: int) -> PrivacySpent:
-        """The budget of a client that took part in this many rounds and holds this many records.
-
-        Example:
-            >>> once = Mechanism("normal", record=4.0, client=4.0, uses=1, releases=1)
-            >>> round(Accountant(once, batch_size=8, delta=1e-5, entries=100).spent(rounds=10, shard=8).record, 1)
-            7.5
-        """
+        """The budget of a client that took part in this many rounds and holds this many records."""
         m = self.mechanism
         part = self.batch_size / shard if m.sampled and shard > self.batch_size else 1.0
         return PrivacySpent(self._epsilon(rounds, m.record, m.uses, part), self.spent_of_client(rounds))

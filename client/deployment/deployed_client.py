@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import SpecError, Table, call, check_arguments, errors_in, settings_of
@@ -47,10 +47,8 @@ class DeployedClient(Federation):
         if unknown or owner.canary != (owner.client >= terms.clients - terms.canaries):
             few = f"the protocol has {terms.clients} clients, fewer than this client's number requires"
             raise RequestRefused(few if unknown else NO_CANARY if owner.canary else UNWILLING)
-        protocol = Protocol(
-            terms.seed, terms.rounds, terms.clients, owner.data, terms.model, owner.chain, loss=owner.loss
-        )
-        own = cls(protocol, owner)
+        numbers = (terms.seed, terms.rounds, terms.clients)
+        own = cls(Protocol(*numbers, owner.data, terms.model, owner.chain, loss=owner.loss), owner)
         with errors_in(owner.path):
             _ = own.shards, own.model
             with owner.allowing():
@@ -124,11 +122,7 @@ class DeployedClient(Federation):
 
 def _draws_of_its_own(compute: UpdateFn) -> UpdateFn:
     """Draws from a generator that the link outside does not share: a mask's zeros give a generator's whole state away."""
-
-    def apart(params: Params, batch: Batch, rng: Generator | None) -> Update:
-        return compute(params, batch, secret_generator())
-
-    return apart
+    return lambda params, batch, rng: compute(params, batch, secret_generator())
 
 
 def objection(update: Mapping[str, Tensor], max_norm: float | None = None) -> str:
