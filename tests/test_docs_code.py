@@ -189,7 +189,7 @@ def test_a_defense_and_an_attack_of_one_file_each_run(tmp_path: Path) -> None:
             assert federation.chain.update_distribution is not None
             assert federation.chain.update_distribution.sigma == pytest.approx(0.1 * sigma)
             warned = [r.name for r in check(Scenario.from_tables(tables)) if r.works is False]
-            assert warned == ([] if sigma else ["closed form"])  # without noise, the doctor reads the example
+            assert warned == []
     assert min(found[0.0]) > 60 > max(found[0.01])
     for name in ("mydefense", "myattack"):
         sys.modules.pop(name, None)

@@ -42,15 +42,9 @@ def check_links(scenario: Scenario) -> Iterator[CheckResult]:
     """Try every link but local training, as a client runs it and as an attacker differentiates it."""
     descends = any(planned.build().needs_derivative for planned in scenario.plan.attacks)
     for name, table, trial in _trials(scenario.federation):
-        checks = [
-            (trial.trains, True),
-            (trial.repeats, True),
-            (trial.preserves, False),
-            (trial.is_differentiable, False),
-        ]
-        if not is_own(table, TRANSFORM):
-            checks.append((trial.declares_noise, True))
-        for check, stops in checks:
+        checks = [trial.trains, trial.repeats, trial.preserves, trial.is_differentiable]
+        for check in checks if is_own(table, TRANSFORM) else (*checks, trial.declares_noise):
+            stops = check not in (trial.preserves, trial.is_differentiable)
             found = attempt(name, check, descends or check != trial.is_differentiable, stops)
             if not found.works:
                 break

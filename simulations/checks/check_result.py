@@ -8,9 +8,7 @@ from fedgauge.client.components import MEND, SpecError, own_line
 from fedgauge.client.deployment.server_terms import RequestRefused
 
 LONGEST = 120  # characters of an exception's own words; torch explains itself at length
-TENSORS_ONLY = (
-    "compute with tensors throughout: a number taken out of one (float(), .item(), `if`) cannot be differentiated"
-)
+TENSORS_ONLY = "compute with tensors: a number taken out of one (float(), .item(), `if`) cannot be differentiated"
 GENERATOR = (
     "draw with the generator that is handed over (torch.randn(..., generator=rng)), and declare in `mean` what remains without "
     "the noise (often the identity) and in `update_distribution` how it is distributed"

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from fedgauge.attacks.engine.compatibility import (
-    differentiation_of,
-    forward_problem,
-    lookup_problem,
-    parameter_problem,
-)
+from fedgauge.attacks.engine.compatibility import differentiation_of, forward_problem, lookup_problem, parameter_problem
 from fedgauge.attacks.problem import Problem
 from fedgauge.attacks.threat_model import public_knowledge
 from fedgauge.client.data.batches import batch_of

@@ -95,9 +95,7 @@ class _Probe:
             return
         rows = [set(t.flatten(1).any(1).nonzero().flatten().tolist()) for t in seen]
         right = sum(map(set.__eq__, rows, (set(_fed(b, model.pad).tolist()) for b in self.batches)))
-        words = (
-            f"the nonzero rows of the word embeddings' update are the words of {right} of {len(rows)} simulated clients"
-        )
+        words = f"nonzero rows of the word embeddings' update are the words of {right} of {len(rows)} simulated clients"
         change = '[model] freeze = ["words"], or noise after local_sgd'
         yield Finding("leaks", words, change) if right else Finding("note", words)
 
@@ -200,9 +198,8 @@ class _Probe:
         floor = in_db(float((guess - some.x).square().mean()))
         guessing = f"guessing the mean image{' of each class' if classes else ''} gets {decibel(floor)} dB"
         if not noise_is_known(self.fed):
-            nothing = (
-                "a closed form reads examples exactly" if self.exact else "the chain has no noise of a known density"
-            )
+            no_noise = "the chain has no noise of a known density"
+            nothing = "a closed form reads examples exactly" if self.exact else no_noise
             words = f"no limit: {nothing}; {guessing}"
             return Finding("weak", words, "noise of a known density (gaussian, dp_sgd)")
         known = self.auditor.knowledge(PlannedAttack("limit", {"use": "idlg"}))
@@ -211,9 +208,7 @@ class _Probe:
             limit = in_db(bayes_limit(known, self.params, priors, rng))
         except ValueError as error:
             return Finding("note", f"no limit: {error}")
-        words = (
-            f"limit of one round, an estimate for Gaussian images: {decibel(limit)} dB as the PSNR of the mean error"
-        )
+        words = f"limit of one round, estimated for Gaussian images: {decibel(limit)} dB as the PSNR of the mean error"
         if limit < floor + 3:
             return Finding("holds", f"{words}; {guessing}")
         return Finding("weak", f"{words}; {guessing}: there is room for a leak", "more noise, or larger batches")

@@ -30,14 +30,13 @@ from fedgauge.simulations.checks.network_check import check_network, try_derivat
 from fedgauge.simulations.checks.preflight import closed_forms
 
 BETWEEN_BUILDS = "sort lists of files, and draw with torch's generator, which the seed sets, or read it from a file"
-EXACT = "exact"  # code of what an attack without a search reads
 Stage = Callable[[Scenario], Iterator[CheckResult]]
 
 
 def check(scenario: Scenario) -> list[CheckResult]:
     """Check a scenario that could be built; stop after a stage without which nothing can be trained."""
     trained = (_check_data, _check_model, _check_strategy, check_links, _check_step)
-    return list(_carry_out(scenario, (*trained, _check_closed_forms, check_attacks, _check_devices)))
+    return list(_carry_out(scenario, (*trained, check_attacks, _check_devices)))
 
 
 def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[str]:
@@ -74,9 +73,9 @@ def try_first(scenario: Scenario, console: Console, where: str, patience: float 
 
 def refuse_misfit(fed: Federation, where: str) -> None:
     """Try network, loss and chain on a few examples; SpecError, which names the scenario's file, if they cannot train."""
-    for name, checks in (("model", check_network(fed)), ("links", try_links(fed))):
-        for result in attempt_all(name, checks):
-            _refuse(result, f"{where}: ")
+    with errors_in(where):
+        for result in (*attempt_all("model", check_network(fed)), *attempt_all("links", try_links(fed))):
+            _refuse(result)
 
 
 def _carry_out(scenario: Scenario, stages: Iterable[Stage]) -> Iterator[CheckResult]:
@@ -89,9 +88,9 @@ def _carry_out(scenario: Scenario, stages: Iterable[Stage]) -> Iterator[CheckRes
             return
 
 
-def _refuse(result: CheckResult, where: str = "") -> None:
+def _refuse(result: CheckResult) -> None:
     if result.stops and not result.works:
-        raise SpecError(f"{where}{result.name}: {result.message}")
+        raise SpecError(f"{result.name}: {result.message}")
 
 
 def _check_strategy(scenario: Scenario) -> Iterator[CheckResult]:
@@ -109,16 +108,6 @@ def _check_devices(scenario: Scenario) -> Iterator[CheckResult]:
 
     if scenario.audit.curious:
         yield attempt("devices", found)
-
-
-def _check_closed_forms(scenario: Scenario) -> Iterator[CheckResult]:
-    """Say whether an attack without a search reads examples exactly, or which layer leaves how many dimensions open."""
-    if not scenario.audit.curious:
-        return
-    for finding in closed_forms(scenario):
-        exact = finding.severity == "leaks"
-        found = Problem(EXACT, "", finding.words, finding.change) if exact else finding.words
-        yield CheckResult("closed form", not exact, False, found)
 
 
 def read_exactly(scenario: Scenario) -> str:
@@ -192,9 +181,8 @@ def _check_step(scenario: Scenario) -> Iterator[CheckResult]:
     def step() -> Found:
         seen = FederationSource(Federation(protocol)).seen(0)
         result = replay(Federation(protocol), seen)
-        message = (
-            f"replay check: cosine {result.cosine:.7f}, relative error {result.relative_error:.1e}: {result.verdict}"
-        )
+        off = f"cosine {result.cosine:.7f}, relative error {result.relative_error:.1e}"
+        message = f"replay check: {off}: {result.verdict}"
         return message if result.ok else Problem("replay", "", message)
 
     yield attempt("one client's step", step)
