@@ -96,9 +96,8 @@ def train(message: Message, context: Context) -> Message:
     _remember(context, "memory", memory)
     reply = _reply(message, fed, update, buffers)
     if words := guard.report(results, round):
-        reply.content["guard"] = ConfigRecord(
-            {"words": words, "alarm": bool(results.alarms), "suspicion": results.suspicion}
-        )
+        facts = {"words": words, "alarm": bool(results.alarms), "suspicion": results.suspicion}
+        reply.content["guard"] = ConfigRecord(facts)
     return reply
 
 
@@ -113,12 +112,8 @@ def _remember(context: Context, name: str, memory: dict[str, Tensor]) -> None:
 
 
 def _reply(message: Message, fed: Federation, update: Update, buffers: Mapping[str, Tensor]) -> Message:
-    content = RecordDict(
-        {
-            "update": ArrayRecord(_contiguous(update)),
-            "metrics": MetricRecord({"num-examples": fed.shards.batch_size}),
-        }
-    )
+    metrics = MetricRecord({"num-examples": fed.shards.batch_size})
+    content = RecordDict({"update": ArrayRecord(_contiguous(update)), "metrics": metrics})
     if buffers and fed.sends_buffers:  # BatchNorm's statistics, which the server averages apart from the update
         content["buffers"] = ArrayRecord(_contiguous(fed.returned_buffers(buffers)))
     return Message(content, reply_to=message)

@@ -65,6 +65,5 @@ def check_threshold(group: int, least: int, colluders: int | None = None) -> Non
     if not 0 <= wanted <= group - 2:
         raise ValueError(f"colluders must be in 0..{group - 2} (all but two of group = {group}), got {wanted}")
     if resisted < wanted:
-        raise ValueError(
-            f"threshold = {least} resists {resisted} lying colluders, not {wanted}: set threshold = {(group + wanted) // 2 + 1}"
-        )
+        needed = (group + wanted) // 2 + 1
+        raise ValueError(f"threshold = {least} resists {resisted} colluders, not {wanted}: set threshold = {needed}")

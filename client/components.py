@@ -96,12 +96,8 @@ def allowing(names: Iterable[str], folders: Iterable[Path] = (), plug_ins: bool 
         SpecError: a name is not a package's name, or is fedgauge's own.
     """
     names = list(dict.fromkeys(names))
-    if wrong := [
-        name for name in names if not all(map(str.isidentifier, name.split("."))) or name.split(".")[0] == OWN
-    ]:
-        raise SpecError(
-            f"--allow takes one package outside fedgauge, as Python imports it (repeat it for more), got {wrong[0]!r}"
-        )
+    if wrong := [n for n in names if not all(map(str.isidentifier, n.split("."))) or n.split(".")[0] == OWN]:
+        raise SpecError(f"--allow takes one package outside fedgauge (repeat it for more), got {wrong[0]!r}")
     before, path = {key: os.environ.get(key) for key in (ALLOW, ALLOW_PATH, PLUG_INS)}, list(sys.path)
     try:
         os.environ[ALLOW] = ",".join(names)
@@ -472,8 +468,7 @@ class Checked:
 def _ranges(kind: type[Any]) -> list[tuple[str, Range]]:
     found: list[tuple[str, Range]] = []
     for each in fields(kind):
-        options = (
-            typing.get_args(each.type) if typing.get_origin(each.type) in (Union, types.UnionType) else (each.type,)
-        )
+        several = typing.get_origin(each.type) in (Union, types.UnionType)
+        options = typing.get_args(each.type) if several else (each.type,)
         found += [(each.name, bound) for option in options for bound in getattr(option, "__metadata__", ())]
     return found

@@ -54,9 +54,8 @@ DATASET = ComponentKind("a dataset", ("fedgauge.datasets",), Dataset, annotated=
 TRANSFORM = ComponentKind("a link of a chain", ("fedgauge.links",), Link)
 TRIED = 6  # public examples on which a loss is tried
 LOGITS = 2**24  # computed at once where a network is evaluated
-UNMIXED = (
-    '[model] mode = "eval", or bring a network with GroupNorm, such as norm = "group"'  # without BatchNorm's mixing
-)
+# without BatchNorm's mixing
+UNMIXED = '[model] mode = "eval", or bring a network with GroupNorm, such as norm = "group"'
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,13 +147,8 @@ class Federation:
     def chain(self) -> Chain:
         """The defenses and local training, in the order a gradient travels."""
         links, data, whole = [], self.shards.dataset, self.shards.batch_size
-        offered = {
-            "model": self.model,
-            "shape": data.shape,
-            "classes": data.classes,
-            "normalise": data.normalise,
-            "examples": whole,
-        }
+        offered = {"model": self.model, "shape": data.shape, "classes": data.classes, "examples": whole}
+        offered["normalise"] = data.normalise
         for i, table in enumerate(self.protocol.chain, 1):
             where, arguments = f"[[chain]] #{i}", dict(table)
             each = coerce(arguments.pop("each", False), bool, f"{where}: each")
@@ -304,17 +298,11 @@ class Federation:
         if not any(isinstance(link, BatchTransform) for link in self.chain.links):
             return None
         self.load_buffers(buffers)
-        found = [
-            trained_on(
-                self.chain,
-                self.gradient,
-                params,
-                self.shards.batch_at(member, round),
-                generator(self.protocol.seed, "client", member, round),
-            )
-            for member in self.protocol.group(client)
-        ]
-        return concatenate([batch for batch in found if batch is not None])
+        found = []
+        for member in self.protocol.group(client):
+            batch, rng = self.shards.batch_at(member, round), generator(self.protocol.seed, "client", member, round)
+            found.append(trained_on(self.chain, self.gradient, params, batch, rng) or batch)
+        return concatenate(found)
 
     def batch_at(self, client: int, round: int) -> Batch:
         """Return the private examples behind the server's view of a client in a round.

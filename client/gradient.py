@@ -137,9 +137,8 @@ def _plain(objective: Callable[[Params], Tensor], params: Params, like_func: boo
         # as torch.func: differentiable only by what the caller can differentiate by
         further = asked and bool(_leaves(value) - {p for k, p in at.items() if not params[k].requires_grad})
         try:
-            slopes = torch.autograd.grad(
-                value, [*at.values()], create_graph=further or like_func, materialize_grads=True
-            )
+            kept = further or like_func
+            slopes = torch.autograd.grad(value, [*at.values()], create_graph=kept, materialize_grads=True)
         except RuntimeError as error:  # a backward of the user's own may refuse to be differentiated further
             if further or not like_func or isinstance(error, torch.OutOfMemoryError):
                 raise

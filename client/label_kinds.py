@@ -76,11 +76,10 @@ class LabelKind:
         Args:
             seen: the observed derivative; exact: its length is known too.
         """
-        near = [
-            torch.cosine_similarity(slope(y).detach().flatten(), seen.flatten(), 0) for y in self.candidates(classes)
-        ]
+        labels = self.candidates(classes)
+        near = [torch.cosine_similarity(slope(y).detach().flatten(), seen.flatten(), 0) for y in labels]
         best = int(torch.stack(near).argmax())
-        return self.candidates(classes)[best] if float(near[best]) > 0.5 else None
+        return labels[best] if float(near[best]) > 0.5 else None
 
     def guess(self, count: int) -> Tensor | None:
         """Labels (count, ...) guessed from public ones, to score restored labels against; None: chance is known."""
@@ -90,10 +89,6 @@ class LabelKind:
         """Scores of a batch's restored labels in any order, by metric.
 
         The accuracy compares multisets: repeats count. If more labels are claimed than there are, it is the share of those.
-
-        Example:
-            >>> LabelKind().scores(truth=torch.tensor([3, 3, 5, 7]), guess=torch.tensor([5, 3, 4, 4]))
-            {'label_accuracy': 0.5}
         """
         classes = int(max(truth.max(), guess.max())) + 1
         common = torch.minimum(torch.bincount(truth, minlength=classes), torch.bincount(guess, minlength=classes))
@@ -242,9 +237,8 @@ class Mask(LabelKind):
     @property
     def binary(self) -> bool:
         """True if each pixel has one output, not one for each class."""
-        return self.public.is_floating_point() or (
-            self.tried is not None and self.tried[0].numel() == self.tried[1].numel()
-        )
+        one_output = self.tried is not None and self.tried[0].numel() == self.tried[1].numel()
+        return self.public.is_floating_point() or one_output
 
     def width(self, classes: int) -> int:
         return math.prod(self._size) * (1 if self.binary else classes)
@@ -271,9 +265,8 @@ class Mask(LabelKind):
         if int(public.max()) > 1:
             return public.mode(0).values.expand(count, *self._size)
         shares = public.float().mean(0)
-        each = [
-            (shares >= least).to(public.dtype) for least in shares.quantile(torch.linspace(0.05, 0.95, 19)).unique()
-        ]
+        thresholds = shares.quantile(torch.linspace(0.05, 0.95, 19)).unique()
+        each = [(shares >= least).to(public.dtype) for least in thresholds]
         best: Tensor = max(each, key=lambda y: _overlap(public, y.expand_as(public)))
         return best.expand(count, *self._size)
 
@@ -346,11 +339,7 @@ def _paired(truth: Tensor, guess: Tensor) -> tuple[Tensor, Tensor]:
     """Pair labels one to one at the least total difference."""
     if len(truth) > len(guess):
         return _paired(guess, truth)[::-1]
-    off = (
-        (truth[:, None] - guess[None]).double().flatten(2)
-        if truth.dim() > 1
-        else truth[:, None, None] - guess[None, :, None]
-    )
+    off = (truth[:, None] - guess[None]).double()[..., None].flatten(2)
     return truth, guess[assigned(off.abs().sum(2))]
 
 

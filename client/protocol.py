@@ -10,17 +10,7 @@ import torch
 from torch import Tensor
 
 from fedgauge.client.collusion import check_threshold
-from fedgauge.client.components import (
-    Checked,
-    Count,
-    Natural,
-    Positive,
-    Range,
-    SpecError,
-    Table,
-    coerce,
-    settings_of,
-)
+from fedgauge.client.components import Checked, Count, Natural, Positive, Range, SpecError, Table, coerce, settings_of
 from fedgauge.client.inspection.policy import InspectionPolicy
 from fedgauge.client.models.losses import CROSS_ENTROPY
 from fedgauge.client.rng import generator
@@ -129,9 +119,8 @@ class Protocol:
                 raise SpecError(f"[canaries]: clients must be in {least}..{most}, got {self.canaries.clients}")
             if 0 < (total := self.canaries.clients * self.canaries.examples) < LEAST_CANARIES:
                 needed = math.ceil(LEAST_CANARIES / self.canaries.clients)
-                raise SpecError(
-                    f"[canaries]: {total} canaries show no epsilon with 95 % confidence: set examples = {needed}"
-                )
+                why = f"{total} canaries show no epsilon with 95 % confidence"
+                raise SpecError(f"[canaries]: {why}: set examples = {needed}")
         if self.secure_sum and self.clients % self.secure_sum.group:
             raise SpecError(f"[secure_sum]: group = {self.secure_sum.group} does not divide clients = {self.clients}")
 

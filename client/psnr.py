@@ -19,10 +19,6 @@ def match(truth: Tensor, guess: Tensor) -> Tensor:
     """Order (B,) that pairs guess[order[i]] with truth[i], one to one, at the least total squared error.
 
     Exact hits are always paired: where other guesses are far off, the least total by itself could separate them.
-
-    Example:
-        >>> match(truth=torch.tensor([[0.0], [1.0]]), guess=torch.tensor([[0.9], [0.2]]))
-        tensor([1, 0])
     """
     cost = (truth.flatten(1)[:, None] - guess.flatten(1)[None]).square().mean(2).double()
     exact = cost <= 10 ** (-PSNR_CAP / 10)
@@ -31,12 +27,7 @@ def match(truth: Tensor, guess: Tensor) -> Tensor:
 
 
 def in_db(error: float) -> float:
-    """The PSNR of a mean squared error, at most PSNR_CAP.
-
-    Example:
-        >>> in_db(0.01), in_db(0.0)
-        (20.0, 60.0)
-    """
+    """The PSNR of a mean squared error, at most PSNR_CAP."""
     return -10 * math.log10(max(error, 10 ** (-PSNR_CAP / 10)))
 
 
@@ -46,10 +37,5 @@ def mse_of(truth: Tensor, guess: Tensor) -> Tensor:
 
 
 def psnr_of(truth: Tensor, guess: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio for a range of 1: -10 log10 MSE; infinite for an exact hit.
-
-    Example:
-        >>> psnr_of(torch.zeros(1, 1, 2, 2), torch.full((1, 1, 2, 2), 0.1)).round(decimals=4)  # MSE 0.01
-        tensor([20.], dtype=torch.float64)
-    """
+    """Peak signal-to-noise ratio for a range of 1: -10 log10 MSE; infinite for an exact hit."""
     return -10 * mse_of(truth, guess).log10()

@@ -31,12 +31,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def average(updates: Sequence[Update], weights: Sequence[float]) -> Update:
-    """The weighted mean of several updates (or other tensors) of the same names, in their dtypes.
-
-    Example:
-        >>> average([{"w": torch.tensor([1.0])}, {"w": torch.tensor([4.0])}], weights=[2, 1])
-        {'w': tensor([2.])}
-    """
+    """The weighted mean of several updates (or other tensors) of the same names, in their dtypes."""
     parts = [weight / sum(weights) for weight in weights]
     return {
         k: torch.stack([update[k] * part for update, part in zip(updates, parts, strict=True)]).sum(0).to(t.dtype)
@@ -45,12 +40,7 @@ def average(updates: Sequence[Update], weights: Sequence[float]) -> Update:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Several batches as one, in their order.
-
-    Example:
-        >>> concatenate([Batch(torch.zeros(2, 1), torch.zeros(2)), Batch(torch.zeros(3, 1), torch.ones(3))]).y
-        tensor([0., 0., 1., 1., 1.])
-    """
+    """Several batches as one, in their order."""
     return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
 
@@ -68,22 +58,13 @@ def norm(update: Update) -> Tensor:
     """Euclidean norm over all entries of an update, a scalar of single precision or better; NaN with a NaN among them.
 
     It is safe to differentiate at zero.
-
-    Example:
-        >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
-        tensor(5.)
     """
     squares = torch.stack([t.square().sum() for t in at_least_single(update).values()]).sum()
     return torch.where(squares > 0, torch.where(squares > 0, squares, 1.0).sqrt(), squares.detach())
 
 
 def relative_error(guess: Update, seen: Update) -> float:
-    """|guess - seen| / |seen|, in float64.
-
-    Example:
-        >>> relative_error(guess={"w": torch.tensor([3.0, 0.0])}, seen={"w": torch.tensor([3.0, 4.0])})
-        0.8
-    """
+    """|guess - seen| / |seen|, in float64."""
     off = norm({name: guess[name].double() - t.double() for name, t in seen.items()})
     return float(off / norm({name: t.double() for name, t in seen.items()}))
 

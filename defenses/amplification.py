@@ -47,9 +47,8 @@ def _losses(part: float, noise: float) -> Any:
         if most > GRID * COARSEST:
             return None
     deltas = sampled_delta(np.linspace(-most, most, 2 * GRID + 1), part, noise)
-    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
-        most / GRID, -GRID, GRID, np.minimum.accumulate(deltas)
-    )
+    falling = np.minimum.accumulate(deltas)
+    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(most / GRID, -GRID, GRID, falling)
 
 
 def sampled_delta(epsilons: NDArray[np.float64], part: float, noise: float) -> NDArray[np.float64]:

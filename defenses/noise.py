@@ -1,9 +1,7 @@
 """Noise: hide an update by independent noise in every entry.
 
-Which floats a sum of an entry and noise can be depends on the entry (Mironov, CCS 2012), so rounding distinguishes two
-candidate updates however large the noise is. Deployments therefore use discrete noise: entries are rounded to whole steps of a
-grid, and whole numbers are added. Every entry then leads to the same multiples of the step. Rounding moves an entry by half
-a step at most, which `fedgauge.defenses.accounting` adds to what an example can move.
+Which floats a sum of an entry and noise can be depends on the entry (Mironov, CCS 2012). Deployments therefore use discrete
+noise: entries are rounded to whole steps of a grid, which the accounting includes, and whole numbers are added.
 """
 
 import math

@@ -66,9 +66,8 @@ class InspectionPolicy:
         agreed = self.architecture or bytes(first.tolist()).decode()
         words = f"its fingerprint is {met}, the agreed one is {agreed}"
         network = DetectorResult("architecture", "", float(met != agreed) * 2, words)
-        tables = {
-            f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
-        }
+        embeddings = nn.Embedding | nn.EmbeddingBag
+        tables = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, embeddings)}
         weights = inspect_weights(params, previous if alike else None, apart, tables, rng)
         found = DetectorResults.of([network, *weights])
         if not found.alarms:

@@ -76,12 +76,8 @@ def _balance(name: str, matrix: Tensor) -> Iterator[DetectorResult]:
     even = int((matrix.sign().sum(1).abs() <= entries % 2).sum())
     middle = math.lgamma(entries + 1) - math.lgamma(entries // 2 + 1) - math.lgamma(entries - entries // 2 + 1)
     expected = math.exp(middle - entries * math.log(2)) * (1 + entries % 2)
-    yield DetectorResult(
-        "balanced rows",
-        name,
-        _chernoff(even, len(matrix), expected),
-        f"{even} rows of {len(matrix)} are half negative, {expected:.0%} are expected by chance",
-    )
+    words = f"{even} rows of {len(matrix)} are half negative, {expected:.0%} are expected by chance"
+    yield DetectorResult("balanced rows", name, _chernoff(even, len(matrix), expected), words)
 
 
 def _chernoff(count: int, n: int, expected: float) -> float:
@@ -131,9 +127,8 @@ def _moved(name: str, matrix: Tensor, before: Tensor, drawn: Tensor) -> Iterator
         nearest = nearest.maximum(cosines.masked_fill(same, -1.0).amax(1))
     gain = float((nearest - own).max())
     moved = int((nearest - own >= THRESHOLDS["moved rows"]).sum())
-    yield DetectorResult(
-        "moved rows", name, max(gain, 0.0), f"{moved} rows are nearer to what others were than to themselves"
-    )
+    words = f"{moved} rows are nearer to what others were than to themselves"
+    yield DetectorResult("moved rows", name, max(gain, 0.0), words)
 
 
 def _directions(rows: Tensor) -> Tensor:
