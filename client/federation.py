@@ -336,12 +336,10 @@ class Federation:
     def evaluate(self, params: Params, most: int | None = None) -> tuple[float, float]:
         """Compute accuracy and mean loss on the held-out test examples, with BatchNorm in eval mode.
 
-        Args:
-            params: the weights.
-            most: evaluate only this many test examples; default: all.
+        The accuracy is from 0 to 1; for number labels it is R2, at least 0, and without labels NaN.
 
-        Returns:
-            The accuracy, 0 to 1, and the loss. For number labels the accuracy is R2, at least 0; without labels it is NaN.
+        Args:
+            most: evaluate only this many test examples; default: all.
         """
         dataset = self.shards.dataset
         chunk = max(1, min(500, LOGITS // (dataset.y_test[0].numel() * dataset.classes)))
@@ -371,10 +369,7 @@ class Federation:
         return {k: sent[k] if k in sent and self.chain.stays(k) else t for k, t in moved.items()}
 
     def check(self) -> "Federation":
-        """Build every part, so that mistakes are reported before anything starts.
-
-        Returns:
-            This federation.
+        """Build every part, so that mistakes are reported before anything starts; return this federation.
 
         Raises:
             SpecError: the protocol does not fit together; the message names the table, the mistake and what to write.

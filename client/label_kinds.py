@@ -118,7 +118,8 @@ class Binary(LabelKind):
         return self.public.mode().values.expand(count)
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return ((outputs.view(len(y), -1)[:, 0] > self.threshold) == (y > 0.5)).double()
+        hits = (outputs.reshape(y.shape) > self.threshold) == (y > 0.5)
+        return hits.double().view(len(y), -1).mean(1)
 
 
 class Findings(Binary):
@@ -151,9 +152,6 @@ class Findings(Binary):
 
     def scores(self, truth: Tensor, guess: Tensor) -> Mapping[str, float]:
         return {self.metric: _f1(*_paired(truth, guess))}
-
-    def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return ((outputs > self.threshold) == (y > 0.5)).double().mean(1)
 
 
 class Numbers(LabelKind):

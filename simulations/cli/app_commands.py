@@ -20,9 +20,7 @@ def add_to(commands: Commands) -> None:
     command = commands.add(app, with_run=False)
     path(command, "folder", "DIR", "the app's folder, with its pyproject.toml")
     command.add_argument("--rounds", type=positive, default=2, metavar="N", help="training rounds (default: 2)")
-    command.add_argument(
-        "--clients", type=positive, default=2, metavar="N", help="number of clients to attack (default: 2)"
-    )
+    command.add_argument("--clients", type=positive, default=2, metavar="N", help="clients to attack (default: 2)")
     several(command, "--set", "KEY=VALUE", "set one value of the app's config, e.g. learning-rate=0.01 (repeatable)")
     path(command, "--draft", "FILE", "write the drafted scenario here as well", type=result_file)
     flag(command, "--no-truth", "grade nothing, and write no ground truth")
@@ -64,7 +62,7 @@ def app(options: argparse.Namespace) -> int:
         with components.allowing(found.packages, importing(copy)):
             status = main(["audit", *given])
     console.print(
-        "a server that runs this app receives such updates too, and can attack them; only grading needs the examples"
+        "the server of this app receives such updates too, and can attack them; only grades need the examples"
     )
     again = run_command("audit --retry all", run.folder, {}, found.packages)
     console.print(f"attack it otherwise: edit {run.folder / 'scenario.toml'}, then in {folder}: {again}")

@@ -84,7 +84,6 @@ def print_components(components: Sequence[Component], console: Console) -> None:
         console.print(Text(kind, "bold"))
         for component in of_it:
             plug_in = "" if component.package == "fedgauge" else f" [{component.package}]"
-            words = (
-                f"cannot be used{plug_in}: {component.error}" if component.error else component.description + plug_in
-            )
+            broken = f"cannot be used{plug_in}: {component.error}"
+            words = broken if component.error else component.description + plug_in
             console.print(Text(f"  {component.name:{width}}  ").append(words, "red" if component.error else None))

@@ -24,22 +24,17 @@ def add_to(commands: Commands) -> None:
 
     created = add("init", init, "write certificates, keys, a file for each client's owner, and settings for containers")
     created.add_argument("--clients", type=positive, required=True, metavar="N")
-    several(
-        created, "--host", "NAME", "a name or address by which clients on other machines reach the server (repeatable)"
-    )
+    several(created, "--host", "NAME", "a name or address of the server for clients on other machines (repeatable)")
     path(created, "--scenario", "FILE", "the server's (default: a demo of three rounds)")
     text = "scores: clients report to the server how well its attacks did, to 0.5 dB (default: off)"
     created.add_argument("--grading", choices=("off", "scores"), default="off", help=text)
     text = "agreed: the seed decides which examples each client trains on, as in a simulation (default: secret)"
     created.add_argument("--sampling", choices=("secret", "agreed"), default="secret", help=text)
-    for name, action, summary in (
-        ("register", register, "make the clients' keys known to the SuperLink"),
-        ("start", start, "train, and wait until everything is attacked; the SuperLink and the clients must be up"),
-    ):
-        once = add(name, action, summary)
+    known = add("register", register, "make the clients' keys known to the SuperLink")
+    begins = add("start", start, "train, and wait until all is attacked; the SuperLink and the clients must be up")
+    begins.add_argument("--name", required=True, metavar="RUN")
+    for once in (known, begins):
         once.add_argument("--superlink", required=True, metavar="HOST:PORT")
-        if action is start:
-            once.add_argument("--name", required=True, metavar="RUN")
 
 
 def deploy(options: argparse.Namespace) -> int:
@@ -55,12 +50,11 @@ def init(options: argparse.Namespace) -> int:
     chosen = options.scenario or DEMO
     if options.scenario is not None:  # before anything is handed to the clients' owners
         try_first(Scenario.load(chosen, [f"clients={options.clients}"]), Console(stderr=True), str(chosen))
-    deployment = Deployment.create(
-        options.folder, options.clients, options.host, chosen, options.grading, options.sampling
-    )
-    folder, quoted = deployment.folder, shlex.quote(str(deployment.folder))
+    owners = (options.grading, options.sampling)
+    folder = Deployment.create(options.folder, options.clients, options.host, chosen, *owners).folder
+    quoted, token = shlex.quote(str(folder)), (folder / "secrets" / "dashboard").read_text()
     print(f"{folder}: {many(options.clients, 'client')}; start it with: ./compose.sh {quoted} up --detach")
-    print(f"the page is then http://127.0.0.1:8765/?token={(folder / 'secrets' / 'dashboard').read_text()}")
+    print(f"the page is then http://127.0.0.1:8765/?token={token}")
     if packages := [*options.allow, *options.allow_too]:
         files = f"{folder}/clients/*/client.toml"
         print(f"each owner must allow your packages: write allow = {json.dumps(packages)} into {files}")

@@ -26,9 +26,7 @@ def add_to(commands: Commands) -> None:
     commands.add(stop).add_argument("--patience", type=between(float, 0), default=120.0, metavar="SECONDS", help=text)
     old = commands.add(prune, with_run=False)
     path(old, "run", "RUN", "default: all of --runs", nargs="*")
-    old.add_argument(
-        "--days", type=days, metavar="N", help="age in days (default: the scenario's [tape] retention_days)"
-    )
+    old.add_argument("--days", type=days, metavar="N", help="age (default: the scenario's [tape] retention_days)")
 
 
 def runs(options: argparse.Namespace) -> int:

@@ -16,18 +16,16 @@ from fedgauge.simulations.cli.options import Command, Commands, refuse, tell
 
 REPRODUCTION = "reproduction.commands"  # in a clone only: an audit does not need it, so no wheel has it
 ONLY_IN_A_CLONE = (
-    "reproduce and compare need the published tables and their kept figures, which only the repository has: clone it, "
-    "run `make install` there, and use its .venv/bin/fedgauge"
+    "reproduce and compare need a clone of the repository: run `make install` there, and its .venv/bin/fedgauge"
 )
 # Each module with its commands, as help lists them. Only the module of the command that is run is imported: torch and
 # Flower take seconds, which help, --version and a misspelt command need not wait for.
 GROUPS: dict[str, dict[str, str]] = {
-    "cli.app_commands": {
-        "app": "run a Flower app unchanged, observe how its clients train, and attack what its server sees.",
-    },
+    "cli.app_commands": {"app": "run a Flower app unchanged, observe its training, and attack what its server sees."},
     "cli.run_commands": {
         "run": "train a federation and attack it, or continue a run that was interrupted.",
         "audit": "attack the recorded updates, by the run's plan or another attack; continues where it stopped.",
+        "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",
     },
     "cli.result_commands": {
         "watch": "show running and finished runs in the browser; Ctrl-C ends it.",
@@ -35,15 +33,12 @@ GROUPS: dict[str, dict[str, str]] = {
         "gate": "compare a run's metrics with thresholds; the exit status says whether all are kept.",
         "export": "write every score as CSV.",
     },
-    "cli.experiment_commands": {
-        "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",
-    },
     REPRODUCTION: {
         "reproduce": "repeat a paper's attacks, and print its figures next to ours (needs a clone).",
         "compare": "show the figures of several files of the same table in columns (needs a clone).",
     },
     "cli.deploy_commands": {
-        "deploy": "write the folder of a federation in containers, each client its own with TLS and a key.",
+        "deploy": "write the folder of a federation in containers, each client its own with a key."
     },
     "cli.housekeeping_commands": {
         "runs": "list the runs under runs/, newest first.",
@@ -129,10 +124,8 @@ def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
 
 def _parser(command: str = "") -> argparse.ArgumentParser:
     """A parser that knows the options of one command, and the names of all."""
-    parser = argparse.ArgumentParser(
-        prog="fedgauge",
-        description="Run a real federation with a curious server, and see what the server can reconstruct.",
-    )
+    about = "Run a real federation with a curious server, and see what the server can reconstruct."
+    parser = argparse.ArgumentParser(prog="fedgauge", description=about)
     parser.add_argument("--version", action="version", version=f"fedgauge {metadata.version('fedgauge')}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for module, summaries in GROUPS.items():

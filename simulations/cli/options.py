@@ -38,9 +38,7 @@ class Commands:
         added: argparse.ArgumentParser = self.subparsers.add_parser(called, help=summary, description=summary)
         added.set_defaults(command=command)
         path(added, "--runs", "FOLDER", "where runs are kept (default: runs)", default=RUNS)
-        several(
-            added, "--allow", "PACKAGE", "allow components from this package of your own; its code is run (repeatable)"
-        )
+        several(added, "--allow", "PACKAGE", "allow components of this package of yours; its code is run (repeatable)")
         if with_run:
             path(added, "run", "RUN", "a run's folder, or its name under runs/")
         return added
@@ -84,10 +82,7 @@ def add_jobs(command: argparse.ArgumentParser, default: int) -> None:
 def add_gate(command: argparse.ArgumentParser) -> None:
     """Give a command thresholds that decide its exit status, and the files that say what came of them."""
     for way in ("above", "below"):
-        text = (
-            f"end with status 1 if a metric is {way} this value, with 3 if it was not measured, with 4 if part of the plan "
-            "was never attacked (repeatable)"
-        )
+        text = f"end with status 1 if a metric is {way} this value, 3 if not measured, 4 if a part was not attacked (repeatable)"
         several(command, f"--fail-{way}", "METRIC=VALUE", text, type=metric_value)
     path(command, "--junit", "FILE", "write the gate's results as JUnit XML", type=result_file)
 

@@ -44,10 +44,8 @@ def watch(options: argparse.Namespace) -> int:
 
     def announce(address: str) -> None:
         # a container's log must not hold the token
-        print(
-            address if options.token_file is None else f"{address.partition('=')[0]}=TOKEN of {options.token_file}",
-            flush=True,
-        )
+        hidden = f"{address.partition('=')[0]}=TOKEN of {options.token_file}"
+        print(address if options.token_file is None else hidden, flush=True)
         print("showing the runs until Ctrl-C", file=sys.stderr)
         if not (shown / "ledger.sqlite").exists() and not any(shown.glob("*/ledger.sqlite")):
             print(f"{shown} has no runs yet; {NO_RUNS}", file=sys.stderr)
@@ -70,9 +68,7 @@ def report(options: argparse.Namespace) -> int:
     from fedgauge.simulations.reports.report import write_comparison, write_report
 
     chosen = [run for named in options.run for run in find_runs(named, options.runs)]
-    refuse(
-        {"--output needs several runs; a single report is written into its run": options.output and len(chosen) == 1}
-    )
+    refuse({"--output needs several runs; a single run's report is in its folder": options.output and len(chosen) == 1})
     shown = []
     for run in chosen:
         try:

@@ -1,4 +1,4 @@
-"""`fedgauge run` and `audit`: train and attack a federation, attack it again."""
+"""`fedgauge run`, `audit` and `sweep`: train and attack a federation, attack it again, or a grid of them."""
 
 import argparse
 import os
@@ -24,7 +24,18 @@ from fedgauge.server.views.formatting import many
 from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.server.views.participation import other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
-from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, refuse, several, tell
+from fedgauge.simulations.cli.options import (
+    Commands,
+    add_jobs,
+    add_log,
+    add_settings,
+    flag,
+    numbers,
+    path,
+    refuse,
+    several,
+    tell,
+)
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.view import view_of
 from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_status
@@ -51,6 +62,16 @@ def add_to(commands: Commands) -> None:
     again.add_argument("--devices", metavar="cuda:0,cuda:1", help="auto, cpu, cuda or names (default: the scenario's)")
     flag(again, "--force", "attack although the replay check fails")
     flag(again, "--follow", "wait for jobs until the training ends; in a deployment, until it is complete")
+    grid = commands.add(sweep, with_run=False)
+    path(grid, "sweep", "SWEEP.toml")
+    path(grid, "--output -o", "FOLDER", "default: the file's name under runs/")
+    add_jobs(grid, 2)
+
+
+def sweep(options: argparse.Namespace) -> int:
+    from fedgauge.simulations.experiments.sweep import sweep_of_file
+
+    return sweep_of_file(options.sweep, options.output or options.runs / options.sweep.stem, options.jobs)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,12 +81,9 @@ def run(options: argparse.Namespace) -> int:
     from fedgauge.simulations.run.simulate import Interrupt, simulate
 
     both = options.resume is not None and (options.set or options.rounds is not None)
-    refuse(
-        {
-            "name either a SCENARIO.toml or --resume RUN": (options.scenario is None) == (options.resume is None),
-            "--resume continues with the run's scenario: leave out --set and --rounds": both,
-        }
-    )
+    one = (options.scenario is None) != (options.resume is None)
+    refuse({"name either a SCENARIO.toml or --resume RUN": not one})
+    refuse({"--resume continues with the run's scenario: leave out --set and --rounds": both})
     before = find_run(options.resume, options.runs) if options.resume is not None else None
     scenario = resume(before) if before else Scenario.load(options.scenario, options.set, options.rounds)
     if scenario.audit.curious:
@@ -99,12 +117,8 @@ def audit(options: argparse.Namespace) -> int:
     from fedgauge.simulations.run.create import enter_attacks, prepare_app
 
     more = options.attack or options.retry or options.truth
-    refuse(
-        {
-            "--follow carries out the run's plan: leave out --attack, --retry and --truth": options.follow and more,
-            "--rounds and --clients need --attack": not options.attack and (options.rounds or options.clients),
-        }
-    )
+    refuse({"--follow carries out the run's plan: omit --attack, --retry and --truth": options.follow and more})
+    refuse({"--rounds and --clients need --attack": not options.attack and (options.rounds or options.clients)})
     run = find_run(options.run, options.runs)
     devices = options.devices.split(",") if options.devices and "," in options.devices else options.devices
     _repeat_problems(run)  # before the scenario is read, which may be one of them
@@ -123,9 +137,8 @@ def audit(options: argparse.Namespace) -> int:
         if not options.follow:
             if truth is None and not any(o["digest"] for o in ledger.observations()):
                 other = "[audit] curious is false, or they were deleted ([tape] keep, fedgauge prune), or the reason is above"
-                raise LedgerError(
-                    f"{run.folder} has no recorded updates: {none_accepted(ledger) or ledger.meta().get(EMPTY, other)}"
-                )
+                why = none_accepted(ledger) or ledger.meta().get(EMPTY, other)
+                raise LedgerError(f"{run.folder} has no recorded updates: {why}")
             refuse_misfit(scenario.federation, str(run.folder / "scenario.toml"))
             plan = _extra_plan(options, scenario) if options.attack else scenario.plan
             known = enter_attacks(ledger, scenario, plan)
@@ -179,13 +192,7 @@ def _attack(
     executor = make_executor(scenario.audit)
     with suppress(KeyboardInterrupt), Interrupt().caught() as interrupt, closing(executor), following.shown() as view:
         serve(
-            run,
-            executor,
-            scenario,
-            follow=coming,
-            stop=lambda: interrupt.asked,
-            tick=view.update,
-            force=options.force,
+            run, executor, scenario, follow=coming, stop=lambda: interrupt.asked, tick=view.update, force=options.force
         )
     return interrupt.asked
 
@@ -209,10 +216,8 @@ def _assume(run: Run, ledger: Ledger, scenario: Scenario, known: dict[str, str],
     assumed = sha256(f"{scenario.protocol.to_json()}{scenario.tape.replies}".encode()).hexdigest()
     before = ledger.meta().get("assumed", assumed)
     if before != assumed and ledger.progress().done and "all" not in retry:
-        raise SpecError(
-            f"{run.folder / 'scenario.toml'} is not what it was when attacks were made: attack all again with "
-            f"fedgauge audit {run.folder} --retry all, or restore the file"
-        )
+        remedy = f"attack all again with fedgauge audit {run.folder} --retry all, or restore the file"
+        raise SpecError(f"{run.folder / 'scenario.toml'} is not what it was when attacks were made: {remedy}")
     if before != assumed:
         ledger.describe("knowledge", known)
         ledger.set_meta(replay="", training="")  # they were of the other assumptions

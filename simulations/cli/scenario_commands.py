@@ -98,9 +98,7 @@ def doctor(options: argparse.Namespace) -> int:
     elif _is_owners(file):
         from fedgauge.simulations.checks.owner_check import check_owner, history
 
-        refuse(
-            {f"{file}: an owner decides only by the file: leave out --set and --allow": options.set or options.allow}
-        )
+        refuse({f"{file}: an owner decides by the file only: omit --set and --allow": options.set or options.allow})
         owner = OwnerConfig.load(file)
         results = [*check_owner(owner), *history(owner)]
     else:
@@ -114,18 +112,16 @@ def doctor(options: argparse.Namespace) -> int:
             print(f"warning: {words}", file=sys.stderr)
     missing, optional = ("missing", "optional") if file is None else ("wrong", "note")
     table = Table(box=None, show_header=False)
-    plug_ins = [
-        CheckResult(f"{c.kind} {c.name}", False, False, f"of the package {c.package} cannot be used: {c.error}")
-        for c in components_of()
-        if c.error
-    ]
-    for result in [*plug_ins, *results]:
+    for broken in (component for component in components_of() if component.error):
+        why = f"of the package {broken.package} cannot be used: {broken.error}"
+        results.insert(0, CheckResult(f"{broken.kind} {broken.name}", False, False, why))
+    for result in results:
         lacks = Text(missing, "red") if result.needed else Text(optional, "yellow")
         mark = Text("not checked", "dim") if result.works is None else Text("ok", "green") if result.works else lacks
         table.add_row(mark, result.name, Text(result.message, overflow="fold"))
     (Console() if sys.stdout.isatty() or file is None else Console(width=160)).print(table)
-    broken = MISTAKE if file is not None else FAILED
-    return broken if any(result.needed and not result.works for result in results) else 0
+    status = MISTAKE if file is not None else FAILED
+    return status if any(result.needed and not result.works for result in results) else 0
 
 
 def _is_owners(file: Path) -> bool:

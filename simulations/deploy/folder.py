@@ -95,9 +95,8 @@ class Deployment:
         """
         missing = [name for name in ("scenario.toml", "keys", "tls") if not (folder / name).exists()]
         if missing:
-            raise SpecError(
-                f"{folder} is not a deployment (it lacks {' and '.join(missing)}): create one with fedgauge deploy init"
-            )
+            lacks = " and ".join(missing)
+            raise SpecError(f"{folder} is not a deployment (it lacks {lacks}): make one with fedgauge deploy init")
         return cls(folder)
 
     @property
@@ -107,9 +106,8 @@ class Deployment:
     def scenario(self) -> Scenario:
         scenario = Scenario.load(self.folder / "scenario.toml")
         if scenario.protocol.clients != self.clients:
-            raise SpecError(
-                f"{self.folder}/scenario.toml: clients = {scenario.protocol.clients}, but there are keys for {self.clients}"
-            )
+            named = f"{self.folder}/scenario.toml: clients = {scenario.protocol.clients}"
+            raise SpecError(f"{named}, but there are keys for {self.clients}")
         return scenario
 
     def public_key(self, client: int) -> Path:

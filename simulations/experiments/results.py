@@ -79,9 +79,8 @@ def read_results(path: Path) -> Mapping[str, Any]:
         kept["environment"]["packages"] = coerce(kept["environment"]["packages"], dict, "packages")
     except UNREADABLE as error:
         why = getattr(error, "strerror", None) or error
-        raise SpecError(
-            f"{path} is not a file of results ({str(why):.200}): fedgauge sweep and reproduce write one by --output"
-        ) from error
+        remedy = "fedgauge sweep and reproduce write one by --output"
+        raise SpecError(f"{path} is not a file of results ({str(why):.200}): {remedy}") from error
     return kept
 
 
@@ -107,7 +106,7 @@ def print_table(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else 180).print(made)
 
 
-def markdown(table: Table, right: Collection[str] = ()) -> str:
+def markdown(table: Table, right: Collection[str]) -> str:
     """A table as Markdown; the columns with these heads are to the right."""
     heads = [column.head for column in table.columns]
     below = ["---:" if head in right else "---" for head in heads]

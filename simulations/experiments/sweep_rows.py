@@ -179,24 +179,16 @@ def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
         line += [(MEASURED[leak].label, _leaked([r for r in every if r.metric == leak], leak)) for leak in leaks]
         # the largest: of several seeds' guarantees, only it holds for all
         epsilon = max((r.epsilon for r in every if r.epsilon is not None), default=None)
-        line += [
-            ("epsilon", number(epsilon, None)),
-            ("accuracy", percent(accuracy, space=" ")),
-            ("cost", number(cost, 0)),
-        ]
-        lines.append(line)
-    return Table.texts(
-        "", [head for head, _ in lines[0]] if lines else [], [[text for _, text in line] for line in lines]
-    )
+        line += [("epsilon", number(epsilon, None)), ("accuracy", percent(accuracy, space=" "))]
+        lines.append([*line, ("cost", number(cost, 0))])
+    heads = [head for head, _ in lines[0]] if lines else []
+    return Table.texts("", heads, [[text for _, text in line] for line in lines])
 
 
 def summary_as_markdown(found: Sequence[SweepRow], defenses: Sequence[str]) -> str:
-    """The summary; all columns but those of text and of membership are to the right."""
-    table = summary(found, defenses)
-    leaks = [MEASURED[leak].label for leak in further_leaks()]
-    worded = {"defense", "strongest attack", *(words.where for words in QUESTIONS.values()), *leaks}
-    heads = [column.head for column in table.columns]
-    return markdown(table, [head for head in heads if head not in worded and "(interval)" not in head])
+    """The summary; columns of single numbers are to the right."""
+    numbers = ("baseline", "limit", "bound", "gap", "epsilon", "accuracy", "cost")
+    return markdown(summary(found, defenses), numbers)
 
 
 def _strongest(own: Sequence[SweepRow], by: MainMetric) -> tuple[str, str]:

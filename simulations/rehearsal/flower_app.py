@@ -51,9 +51,7 @@ class FlowerApp:
             SpecError: there is no app, it lacks a part, or has no such setting.
         """
         path = folder / "pyproject.toml"
-        with errors_in(
-            f"give the folder of a Flower app: {path}", OSError, UnicodeDecodeError, tomllib.TOMLDecodeError
-        ):
+        with errors_in(f"name the folder of a Flower app: {path}", OSError, ValueError):
             table = tomllib.loads(path.read_text("utf-8"))
         parts = _table(table, "tool", "flwr", "app", "components")
         for part in ("serverapp", "clientapp"):
@@ -64,9 +62,8 @@ class FlowerApp:
         given = dict(settings)
         rounds = given.pop("rounds", None)
         if unknown := [key for key in given if key not in config]:
-            raise SpecError(
-                f"--set {unknown[0]}: the app's config has no such key (it has: {', '.join(config) or 'none'})"
-            )
+            keys = ", ".join(config) or "none"
+            raise SpecError(f"--set {unknown[0]}: the app's config has no such key (it has: {keys})")
         if rounds is not None:
             given |= {key: rounds for key in ROUNDS if isinstance(config.get(key), int) and key not in given}
         federations = _table(table, "tool", "flwr", "federations")
@@ -114,23 +111,13 @@ class AppGrid(Grid):
 
     Args:
         clients: how many there are at first; more appear if the strategy waits for more.
-        most: clients of the app's own federation, if known.
-        folder: of the app's code, to name its line that fails.
     """
 
-    def __init__(
-        self,
-        app: Callable[[Message, Context], Message],
-        config: Settings,
-        clients: int,
-        observer: Observer,
-        most: int | None = None,
-        folder: Path | None = None,
-    ):
-        self._app, self._observer, self._folder = app, observer, folder
-        most = most or max(PARTITIONS, clients)
+    def __init__(self, app: FlowerApp, client: Callable[[Message, Context], Message], clients: int, observer: Observer):
+        self._client, self._observer, self._folder = client, observer, app.folder
+        most = app.clients or max(PARTITIONS, clients)
         self._contexts = {
-            node: Context(1, node, {"partition-id": node - 1, "num-partitions": most}, RecordDict(), dict(config))
+            node: Context(1, node, {"partition-id": node - 1, "num-partitions": most}, RecordDict(), dict(app.config))
             for node in range(1, most + 1)
         }
         self._here, self._asked = min(clients, most), Counter[int]()  # by thread: Flower's older servers ask in two
@@ -146,10 +133,8 @@ class AppGrid(Grid):
             self._here = min(2 * self._here, len(self._contexts))
             self._asked.clear()
         elif sum(self._asked.values()) > 20 * TRIES:
-            raise SpecError(
-                f"the app waits for more than {len(self._contexts)} clients: raise --clients, or lower the app's minimum with "
-                "--set KEY=VALUE"
-            )
+            remedy = "raise --clients, or lower the app's minimum with --set KEY=VALUE"
+            raise SpecError(f"the app waits for more than {len(self._contexts)} clients: {remedy}")
         return list(self._contexts)[: self._here]
 
     @property
@@ -187,13 +172,13 @@ class AppGrid(Grid):
         context = self._contexts[node]
         try:
             if message.metadata.message_type.partition(".")[0] != "train":
-                return self._app(message, context)
+                return self._client(message, context)
             with self._observer.training() as seen:
                 configs = [r for r in message.content.values() if isinstance(r, ConfigRecord)]
                 mus = [r[key] for r in configs for key in ("proximal-mu", "proximal_mu") if key in r]
                 seen.proximal_mu = float(mus[0]) if mus and isinstance(mus[0], int | float) else None
                 asked = any(message.content.array_records.values())
-                reply = self._app(message, context)
+                reply = self._client(message, context)
             seen.uploads = asked and reply.has_content()
             self.trained.setdefault(node, []).append(seen)
             return reply
@@ -202,9 +187,9 @@ class AppGrid(Grid):
             return Message(Error(0, f"{type(error).__name__}: {error}"), reply_to=message)
 
 
-def blamed(error: BaseException, folder: Path | None) -> str:
+def blamed(error: BaseException, folder: Path) -> str:
     """Return an exception in one line, with the last line of the app's own code that it passed, if it passed any."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if folder is None or Path(f.filename).is_relative_to(folder)]
+    own = [f for f in frames if Path(f.filename).is_relative_to(folder)]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"

@@ -288,17 +288,12 @@ def _proof(
             if replies == "updates" and along < 0:
                 draft.add("[tape]", "uploads point against the steps of the training", replies="gradients")
             elif not facts["steps"] and along > 0 and abs(along / length - 1) > ROUNDING:
-                draft.lines = [
-                    line._replace(value=line.value * along / length) if line[:2] == ("[[chain]]", "rate") else line
-                    for line in draft.lines
-                ]
+                fitted = [line for line in draft.lines if line[:2] == ("[[chain]]", "rate")]
+                for line in fitted:
+                    draft.lines[draft.lines.index(line)] = line._replace(value=line.value * along / length)
             elif shorter:
-                draft.add(
-                    "[[chain]]",
-                    "uploads are the update times a number below 1, which a clip does",
-                    use="clip",
-                    max_norm=math.sqrt(size),
-                )
+                origin = "uploads are the update times a number below 1, which a clip does"
+                draft.add("[[chain]]", origin, use="clip", max_norm=math.sqrt(size))
             else:
                 break
             scenario = draft.scenario()

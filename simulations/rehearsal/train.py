@@ -45,7 +45,7 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
         server, client = app.part(app.server), app.part(app.client)
     except BaseException as error:
         return {"error": f"the app cannot be imported: {blamed(error, folder)}"}
-    grid = AppGrid(client, app.config, plan["clients"], observer, app.clients, folder)
+    grid = AppGrid(app, client, plan["clients"], observer)
     recorder = AppRecorder(run, {}, Path(plan["folder"]), ())
     try:
         with flower(), recorder.training():
@@ -87,10 +87,8 @@ def _mods(client: Any) -> list[str]:
 def _facts(seen: Training, name: str, language: Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:
     """Return the facts of a training as JSON; inputs and labels in a separate file, sentences padded."""
     network = None if seen.network is None else unwrapped(seen.network)
-    facts = {
-        key: getattr(seen, key) for key in ("output", "losses", "scales", "proximal_mu", "normalised", "dp", "notes")
-    }
-    facts |= {
+    kept = ("output", "losses", "scales", "proximal_mu", "normalised", "dp", "notes")
+    facts = {key: getattr(seen, key) for key in kept} | {
         "network": None if network is None else type(network).__name__,
         "outside": 0,
         "reconstructs": False,

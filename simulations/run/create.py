@@ -115,14 +115,10 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
     from fedgauge.server.strategy.build import build_strategy  # imports Flower, which an audit does not need
 
     if (server := run.holder("server")) is not None:
-        raise RunBusy(
-            f"{run.folder} is still being trained by process {server}; if you killed the command, wait a minute and try again"
-        )
+        raise RunBusy(f"{run.folder} is still trained by process {server}; if you killed it, try again in a minute")
     with run.lock("training"), run.ledger() as ledger:
         if ledger.deployed and mode != DEPLOYMENT:
-            raise NotResumable(
-                f"{run.folder} is no simulation: only its containers (./compose.sh FOLDER up) can continue it"
-            )
+            raise NotResumable(f"{run.folder} is no simulation: continue it with ./compose.sh FOLDER up")
         scenario = run.scenario()
         if run.model.exists():
             waiting = ledger.progress().waiting
@@ -149,16 +145,14 @@ def _same_versions(run: Run) -> None:
 def check_deployable(scenario: Scenario) -> None:
     """Raise SpecError for a scenario that only a simulation can run."""
     protocol = scenario.protocol
-    if protocol.secure_sum is not None:
-        _ = protocol.secure_sum.real
     refused: dict[str, object] = {
-        "[secure_sum]: it sums only parameters, and the network has BatchNorm's statistics: set [model] norm": (
-            protocol.secure_sum is not None and scenario.federation.initial()[1]
-        ),
         "[canaries]: examples are planted only in a simulation": protocol.canary_examples,
-        "[canaries]: they are looked at one by one, and [secure_sum] hides them": protocol.canaries
-        and protocol.secure_sum,
+        "[canaries]: they are read one by one, which [secure_sum] hides": protocol.canaries and protocol.secure_sum,
     }
+    if protocol.secure_sum is not None:
+        _ = protocol.secure_sum.real  # it needs a clip
+        sums = "[secure_sum]: it sums only parameters, and the network has BatchNorm's statistics: set [model] norm"
+        refused[sums] = scenario.federation.initial()[1]
     for planned in scenario.plan.attacks:
         refused[f"[[attack]] {planned.name}: {NO_TRUTH}"] = planned.labels == "given" and planned.role != "baseline"
     if words := [words for words, holds in refused.items() if holds]:

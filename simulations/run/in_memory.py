@@ -23,11 +23,11 @@ class MemoryGrid:
     """A grid that answers each message by calling `client/app.py` at once; node n is client n - 1."""
 
     def __init__(self, protocol: Protocol) -> None:
+        self.clients = {client + 1: client for client in range(protocol.clients)}  # by node
+        config = {"protocol": protocol.to_json()}
         self._contexts = {
-            client + 1: Context(1, client + 1, {"partition-id": client}, RecordDict(), {"protocol": protocol.to_json()})
-            for client in range(protocol.clients)
+            n: Context(1, n, {"partition-id": c}, RecordDict(), dict(config)) for n, c in self.clients.items()
         }
-        self.clients = {node: node - 1 for node in self._contexts}
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self._contexts)

@@ -76,9 +76,8 @@ class OwnProcess:
 
 def attack_service(run: Run) -> OwnProcess:
     """Start the attack service that runs during training: `fedgauge audit RUN --follow`."""
-    return OwnProcess(
-        run, "audit.log", "fedgauge.simulations.cli.main", "audit", str(run.folder.absolute()), "--follow"
-    )
+    command = ("fedgauge.simulations.cli.main", "audit", str(run.folder.absolute()), "--follow")
+    return OwnProcess(run, "audit.log", *command)
 
 
 def training_process(run: Run, in_memory: bool) -> OwnProcess:

@@ -41,12 +41,7 @@ class Interrupt:
 
 
 def simulate(
-    run: Run,
-    scenario: Scenario,
-    console: Console,
-    interrupt: Interrupt,
-    quiet: bool = False,
-    in_memory: bool = False,
+    run: Run, scenario: Scenario, console: Console, interrupt: Interrupt, quiet: bool = False, in_memory: bool = False
 ) -> None:
     """Train and attack. After an interrupt the run is incomplete, and what is left to attack is on the tape.
 

@@ -31,7 +31,7 @@ def test_code_is_copied_and_data_and_environments_are_linked(tmp_path: Path) -> 
 def test_further_clients_appear_only_if_a_strategy_waits_for_them() -> None:
     """A strategy of its own asks three times before it sends; Flower's older servers ask from a second thread meanwhile."""
     nothing: Any = None
-    grid = AppGrid(nothing, {}, 5, nothing)
+    grid = AppGrid(FlowerApp(Path(), "", "", {}), nothing, 5, nothing)
     for _ in range(3):
         assert len([*grid.get_node_ids()]) == 5
     other = threading.Thread(target=grid.get_node_ids)
