@@ -167,10 +167,11 @@ class Chain:
 
 
 def flat(links: Iterable[Transform], each: bool = False) -> Iterator[tuple[Transform, bool]]:
-    """Yield the links within chains and `per_example`, each with whether it acts per example."""
+    """Yield the links within chains, `dp_sgd` and `per_example`, each with whether it acts per example."""
     for link in links:
-        if isinstance(link, Chain):
-            yield from flat(link.links, each)
+        parts = link if isinstance(link, Chain) else getattr(link, "parts", None)
+        if isinstance(parts, Chain):
+            yield from flat(parts.links, each)
         elif isinstance(link, per_example):
             yield from flat([link.inner], True)
         else:

@@ -21,7 +21,6 @@ from fedgauge.defenses.amplification import sampled_epsilon
 from fedgauge.defenses.ats import ats
 from fedgauge.defenses.clip import clip
 from fedgauge.defenses.discrete_draws import STEPS
-from fedgauge.defenses.dp_sgd import dp_sgd
 from fedgauge.defenses.noise import discrete, gaussian, identity, laplace
 
 DELTA = 1e-5
@@ -121,11 +120,7 @@ def _over(width: float, moved: float) -> float:
 
 def _acting(chain: Chain) -> Sequence[tuple[Transform, bool]]:
     """The links, each with whether it acts per example, as all links before such a one do."""
-    found = [
-        part
-        for link, each in flat(chain.links)
-        for part in flat([link.parts if isinstance(link, dp_sgd) else link], each)
-    ]
+    found = list(flat(chain.links))
     last = max((i for i, (_, each) in enumerate(found) if each), default=-1)
     return [(link, i <= last) for i, (link, _) in enumerate(found)]
 

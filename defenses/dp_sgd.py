@@ -36,7 +36,6 @@ class dp_sgd(Link):
     batch_size: Count
 
     each: ClassVar[bool] = True
-    bounds: ClassVar[bool] = True
 
     @property
     def parts(self) -> Chain:

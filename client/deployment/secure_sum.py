@@ -284,51 +284,36 @@ class PairwiseMasking(Checked):
         keys = [key for pair in advertised.values() for key in pair]
         answers = yield {m: {**base, "step": "share", "keys": keys} for m in number}
         everybody = list(number.values())
-        sealed = self._usable(answers, number, lambda m, a: _checked(a, _without(everybody, number[m]), SEALED))
+        sealed = self._usable(answers, number, lambda m, a: _checked(a, everybody, SEALED, but=number[m]))
         answers = yield _passed_on({**base, "step": "mask"}, sealed, number)
         masked = self._usable(answers, sealed, lambda m, answer: _vector(answer, size))
         # made once: later vectors are ignored, or the server might learn both secrets of a sender
         survivors, dropped = [number[m] for m in masked], [number[m] for m in sealed if m not in masked]
         asked: Record = {"survivors": survivors, "dropped": dropped}
         answers = yield {m: {**base, "step": "confirm", **asked} for m in masked}
-        confirmed = self._usable(answers, masked, lambda m, a: _checked(a, _without(survivors, number[m]), SECRET))
+        confirmed = self._usable(answers, masked, lambda m, a: _checked(a, survivors, SECRET, but=number[m]))
         answers = yield _passed_on({**base, "step": "unmask"}, confirmed, number)
         disclosed = self._usable(answers, confirmed, lambda m, a: _checked(a, [*survivors, *dropped], SHARE))
         shares = {number[m]: held for m, held in disclosed.items()}
         total: Integers = np.sum(list(masked.values()), axis=0, dtype=np.uint64)
-        total = total - self._masks(survivors, dropped, keys, session, shares, len(total))
+        for n in survivors:
+            total -= expand_seed(self._secret(n, shares), len(total))
+        for n in dropped:
+            key = self._secret(n, shares)
+            for s in survivors:
+                mask = expand_seed(pair_seed(key, keys[2 * s - 1], session), len(total))
+                total = total - mask if s < n else total + mask
         examples, most = int(total[-1]), len(masked) * MOST_EXAMPLES
         if not len(masked) <= examples <= most or int(total[:-1].max(initial=0)) > examples * LEVELS:
             raise ValueError(f"{len(masked)} clients cannot have this sum, of {examples} examples: one of them lied")
         return SecureSumResult(*self.mean(total), tuple(masked))
 
-    def _masks(
-        self,
-        survivors: Sequence[int],
-        dropped: Sequence[int],
-        keys: Sequence[bytes],
-        session: bytes,
-        shares: Mapping[int, Mapping[int, bytes]],
-        size: int,
-    ) -> Integers:
-        """All masks in the sum of the survivors' vectors, from each survivor's share of each client's secret."""
-        helpers = sorted(shares)[: self.least]
-        total = np.zeros(size, np.uint64)
-
-        def secret(n: int) -> bytes:
-            found = shamir_combine({helper: int.from_bytes(shares[helper][n]) for helper in helpers})
-            if found >= 2 ** (8 * SECRET):
-                raise ValueError(f"the shares of client {n}'s secret do not fit together: a client sent wrong ones")
-            return found.to_bytes(SECRET)
-
-        for n in survivors:
-            total += expand_seed(secret(n), size)
-        for n in dropped:
-            key = secret(n)
-            for s in survivors:
-                mask = expand_seed(pair_seed(key, keys[2 * s - 1], session), size)
-                total = total + mask if s < n else total - mask
-        return total
+    def _secret(self, n: int, shares: Mapping[int, Mapping[int, bytes]]) -> bytes:
+        """The secret of a client, from as many survivors' shares of it as the threshold."""
+        found = shamir_combine({helper: int.from_bytes(shares[helper][n]) for helper in sorted(shares)[: self.least]})
+        if found >= 2 ** (8 * SECRET):
+            raise ValueError(f"the shares of client {n}'s secret do not fit together: a client sent wrong ones")
+        return found.to_bytes(SECRET)
 
     def _usable(
         self, answers: Mapping[int, Record], members: Iterable[int], read: Callable[[int, Record], Parsed]
@@ -401,10 +386,6 @@ def _passed_on(base: Record, sent: Mapping[int, Mapping[int, bytes]], number: Ma
     return {m: {**base, **_record_of({number[s]: sent[s][number[m]] for s in sent if s != m})} for m in sent}
 
 
-def _without(numbers: Iterable[int], own: int) -> list[int]:
-    return [n for n in numbers if n != own]
-
-
 def _record_of(values: Mapping[int, bytes]) -> Record:
     """A byte string for, or from, each of several members, as a message carries them."""
     return {"members": list(values), "values": list(values.values())}
@@ -414,9 +395,9 @@ def _values_in(record: Mapping[str, Any]) -> dict[int, bytes]:
     return dict(zip(record["members"], record["values"], strict=True))
 
 
-def _checked(answer: Mapping[str, Any], expected: list[int], size: int) -> dict[int, bytes]:
-    """A byte string of this length for each of the expected numbers."""
-    of, found = answer["members"], answer["values"]
+def _checked(answer: Mapping[str, Any], numbers: list[int], size: int, but: int = 0) -> dict[int, bytes]:
+    """A byte string of this length for each of these numbers but one."""
+    of, found, expected = answer["members"], answer["values"], [n for n in numbers if n != but]
     if not isinstance(of, list) or of != expected or any(not isinstance(v, bytes) or len(v) != size for v in found):
         raise ValueError(f"expected {size} bytes for each of {expected}")
     return _values_in(answer)

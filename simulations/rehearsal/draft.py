@@ -26,6 +26,7 @@ OPTIMIZERS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
 SETTINGS = {"sgd": ("momentum", "nesterov"), "adam": ("betas", "eps"), "adamw": ("betas", "eps")}
 UNSUPPORTED = ("dampening", "amsgrad", "maximize", "centered", "lr_decay", "alpha")
 Facts = Mapping[str, Any]  # of one client's training in one round
+Steps = Sequence[Mapping[str, Any]]  # of an optimizer
 REMEDY = "build the network in the client's training, by a function of the app without arguments"
 LIBRARIES = {"torchvision", "timm"}  # whose networks have components of their own
 # arguments of their calls that the component gives, or that change no layer
@@ -64,6 +65,10 @@ class Draft:
         if not table.startswith("[["):
             self.lines = [line for line in self.lines if line.table != table or line.key not in values]
         self.lines += [Line(table, key, value, origin) for key, value in values.items()]
+
+    def value(self, table: str, key: str) -> Any:
+        """Return a key's value; None if the draft does not have it."""
+        return next((line.value for line in self.lines if line[:2] == (table, key)), None)
 
     def note(self, code: str, why: str, remedy: str = "", where: str = "") -> None:
         """Add a limitation or assumption."""
@@ -171,7 +176,6 @@ def write_draft(
     public: Sequence[str],
     form: Form,
     target: Target | None,
-    rounds: int,
     files: Path,
     whole: bool,
 ) -> None:
@@ -186,14 +190,13 @@ def write_draft(
     """
     first = observed.clients[attacked[0]][0]
     sizes, x = first["sizes"], arrays_of(first)["x"]
-    n, epochs, reordered = _examples(observed.clients[attacked[0]])
+    n, epochs, shuffled = _examples(observed.clients[attacked[0]])
     if first["dp"] is not None and len(set(sizes)) > 1:
         each = max(1, sum(sizes) // len(sizes))
         draft.note("batches", f"Opacus draws batches of {min(sizes)} to {max(sizes)} examples; the draft takes {each}")
         sizes, n, epochs = [each] * len(sizes), each * len(sizes), 1
     elif (different := len(np.unique(x.reshape(len(x), -1), axis=0))) < n:
         draft.note("examples", f"only {different} of a round's {n} inputs differ; each counts as often as it is used")
-    draft.add("", "as recorded", rounds=rounds, clients=len(observed.clients))
     draft.add("[data]", form.origin, **form.data)
     of_public = [observed.clients[node][0] for node in public]
     _data(draft, of_public, form, target, files)
@@ -222,7 +225,7 @@ def write_draft(
         steps = [PLAIN | {"passes": passes}] * (len(sizes) // passes)
     measured = not form.language and first["steps"] and steps[0]["optimizer"] in OPTIMIZERS
     scale = _scale(draft, first, steps[0]["passes"]) if measured else 1.0
-    _training(draft, sizes, steps, n, epochs, reordered, scale, first["proximal_mu"])
+    _training(draft, first, steps, sizes, n, epochs, shuffled, scale)
     if frozen and any(line.key == "weight_decay" for line in draft.lines):
         draft.add("[[chain]]", "nor does weight decay change them", use="freeze", layers=frozen)
     draft.add("[audit]", "attacks that fit, in minutes", effort="quick", executor="local")
@@ -315,19 +318,19 @@ def _scale(draft: Draft, first: Facts, passes: int) -> float | None:
 
 def _training(
     draft: Draft,
+    first: Facts,
+    steps: Steps,
     sizes: Sequence[int],
-    steps: Sequence[Mapping[str, Any]],
     n: int,
     epochs: int,
-    reordered: bool,
+    shuffled: bool,
     scale: float | None,
-    mu: float | None,
 ) -> None:
     """Name the optimizer, its settings and steps.
 
     Args:
         scale: the multiple of the loss that clients minimise; the settings give equal steps on the loss itself. None: FedProx's
-            term is added, with the weight mu.
+            term is added.
     """
     group, most = steps[0]["groups"][0], max(sizes)
     name = OPTIMIZERS.get(steps[0]["optimizer"])
@@ -342,7 +345,7 @@ def _training(
         draft.note("optimizer", f"{steps[0]['optimizer']} has {', '.join(odd)}, which the draft leaves out")
     values: dict[str, Any] = {"use": "local_training", "rate": float(group["lr"])}
     if scale is None:
-        values["proximal_mu"], scale = mu, 1.0
+        values["proximal_mu"], scale = first["proximal_mu"], 1.0
     if scale != 1:
         draft.note("scale", f"clients minimise {scale:.4g} times the mean loss; the optimizer's settings contain this")
     if name != "sgd":
@@ -362,8 +365,8 @@ def _training(
         draft.note("batches", f"batches have {min(sizes)} to {most} examples; the draft takes {most} and a rest")
     if most < n:
         values["batch_size"] = most
-        if reordered or epochs > 1:
-            values["shuffle"] = reordered
+        if shuffled or epochs > 1:
+            values["shuffle"] = shuffled
     batches = math.ceil(n / most)
     whole = (len(sizes), len(steps)) == (epochs * batches, epochs * math.ceil(batches / accumulate))
     values |= {"epochs": epochs} if whole else {"steps": len(steps)}
@@ -444,8 +447,7 @@ def _networks(first: Facts, form: Form) -> list[tuple[dict[str, Any], str, list[
 
 def check_reported(draft: Draft, reported: int | None, facts: Facts) -> None:
     """Note batches that a client reports as its number of examples."""
-    in_a_round = next((line.value for line in draft.lines if line[:2] == ("[data]", "batch_size")), None)
-    if reported is not None and reported == len(facts["sizes"]) < sum(facts["sizes"]) and reported != in_a_round:
+    if reported == len(facts["sizes"]) < sum(facts["sizes"]) and reported != draft.value("[data]", "batch_size"):
         why = f"clients report {reported} examples, which are batches of {sum(facts['sizes'])} examples"
         draft.note("examples", why)
 

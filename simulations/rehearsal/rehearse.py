@@ -191,8 +191,8 @@ def _rehearsed(draft: Draft, run: Run, observed: Observed, folder: Path, clients
     attacked = [*uploads] if shared else [*uploads][:1]
     first = uploads[attacked[0]][0][1]
     public = [node for node in nodes if node not in attacked]
-    rounds = max(row["round"] for row in recorded)
-    write_draft(draft, observed, attacked, public, form, target, rounds, files, whole)
+    draft.add("", "as recorded", rounds=max(row["round"] for row in recorded), clients=len(observed.clients))
+    write_draft(draft, observed, attacked, public, form, target, files, whole)
     draft.add("[audit]", "the attacked clients", clients=sorted(numbers[node] for node in attacked))
     shared = shared or {row["round"] for row, _ in uploads[attacked[0]]}
     if any(facts["parameters"] != first["parameters"] for node in attacked for facts in observed.clients[node]):
@@ -225,9 +225,7 @@ def _rehearsed(draft: Draft, run: Run, observed: Observed, folder: Path, clients
                 x, y = (part[: scenario.federation.shards.batch_size] for part in _examples(facts, form, target))
                 np.savez(truths / f"node-{node}-round-{row['round']}.npz", x=x, y=y)
         fit = int(SEVERAL / max(seconds, 1e-9))  # updates
-        if fit < len(attacked) * len(own) and not any(
-            line[:2] == ("[audit]", "rounds") and len(line.value) == 1 for line in draft.lines
-        ):
+        if fit < len(attacked) * len(own) and len(draft.value("[audit]", "rounds") or ()) != 1:
             some = sorted(numbers[node] for node in attacked)[: max(CONTROLLED, fit)]
             draft.add("[audit]", "updates take long to compute", clients=some, rounds=[began])
             why = f"only round {began} of {many(len(some), 'client')} is attacked"
