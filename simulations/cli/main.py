@@ -25,7 +25,6 @@ GROUPS: dict[str, dict[str, str]] = {
     "cli.run_commands": {
         "run": "train a federation and attack it, or continue a run that was interrupted.",
         "audit": "attack the recorded updates, by the run's plan or another attack; continues where it stopped.",
-        "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",
     },
     "cli.result_commands": {
         "watch": "show running and finished runs in the browser; Ctrl-C ends it.",
@@ -51,6 +50,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "schema": "print the JSON schema of a scenario, for completion and checks in an editor.",
         "preflight": "estimate in seconds, before any training, what would leak and what to change.",
         "doctor": "check this machine, a scenario or a client's file, and report what is missing or wrong.",
+        "sweep": "train and attack a grid of defenses, attacks and seeds in memory; continues where it stopped.",
     },
 }
 

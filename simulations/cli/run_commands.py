@@ -1,4 +1,4 @@
-"""`fedgauge run`, `audit` and `sweep`: train and attack a federation, attack it again, or a grid of them."""
+"""`fedgauge run` and `audit`: train and attack a federation, attack it again."""
 
 import argparse
 import os
@@ -24,18 +24,7 @@ from fedgauge.server.views.formatting import many
 from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.server.views.participation import other_sizes
 from fedgauge.simulations.cli.finding_runs import find_run
-from fedgauge.simulations.cli.options import (
-    Commands,
-    add_jobs,
-    add_log,
-    add_settings,
-    flag,
-    numbers,
-    path,
-    refuse,
-    several,
-    tell,
-)
+from fedgauge.simulations.cli.options import Commands, add_log, add_settings, flag, numbers, path, refuse, several, tell
 from fedgauge.simulations.cli.run_summary import print_summary
 from fedgauge.simulations.live.view import view_of
 from fedgauge.simulations.run.exit_status import FAILED, INTERRUPTED, exit_status
@@ -62,16 +51,6 @@ def add_to(commands: Commands) -> None:
     again.add_argument("--devices", metavar="cuda:0,cuda:1", help="auto, cpu, cuda or names (default: the scenario's)")
     flag(again, "--force", "attack although the replay check fails")
     flag(again, "--follow", "wait for jobs until the training ends; in a deployment, until it is complete")
-    grid = commands.add(sweep, with_run=False)
-    path(grid, "sweep", "SWEEP.toml")
-    path(grid, "--output -o", "FOLDER", "default: the file's name under runs/")
-    add_jobs(grid, 2)
-
-
-def sweep(options: argparse.Namespace) -> int:
-    from fedgauge.simulations.experiments.sweep import sweep_of_file
-
-    return sweep_of_file(options.sweep, options.output or options.runs / options.sweep.stem, options.jobs)
 
 
 def run(options: argparse.Namespace) -> int:

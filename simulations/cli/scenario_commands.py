@@ -1,4 +1,4 @@
-"""`fedgauge init`, `list`, `schema`, `preflight` and `doctor`: write a scenario and check it before it runs."""
+"""`fedgauge init`, `list`, `schema`, `preflight`, `doctor`: write a scenario and check it before it runs; `sweep`: run a grid."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from fedgauge.client import toml_text
 from fedgauge.client.deployment.owner_file import OwnerConfig
 from fedgauge.client.files import read_file
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.cli.options import Commands, add_settings, flag, path, refuse
+from fedgauge.simulations.cli.options import Commands, add_jobs, add_settings, flag, path, refuse
 from fedgauge.simulations.run.exit_status import FAILED, MISTAKE
 
 QUICKSTARTS = {"images": "quickstart.toml", "text": "quickstart-text.toml", "tables": "quickstart-table.toml"}
@@ -38,6 +38,10 @@ def add_to(commands: Commands) -> None:
     text = "a scenario, or a client's own file; default: this machine"
     path(examined, "scenario", "SCENARIO.toml|CLIENT.toml", text, nargs="?")
     add_settings(examined)
+    grid = commands.add(sweep, with_run=False)
+    path(grid, "sweep", "SWEEP.toml")
+    path(grid, "--output -o", "FOLDER", "default: the file's name under runs/")
+    add_jobs(grid, 2)
 
 
 def init(options: argparse.Namespace) -> int:
@@ -131,3 +135,9 @@ def _is_owners(file: Path) -> bool:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):  # reading it as a scenario reports this
         return False
     return "client" in tables and "clients" not in tables
+
+
+def sweep(options: argparse.Namespace) -> int:
+    from fedgauge.simulations.experiments.sweep import sweep_of_file
+
+    return sweep_of_file(options.sweep, options.output or options.runs / options.sweep.stem, options.jobs)

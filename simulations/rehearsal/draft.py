@@ -317,14 +317,7 @@ def _scale(draft: Draft, first: Facts, passes: int) -> float | None:
 
 
 def _training(
-    draft: Draft,
-    first: Facts,
-    steps: Steps,
-    sizes: Sequence[int],
-    n: int,
-    epochs: int,
-    shuffled: bool,
-    scale: float | None,
+    draft: Draft, first: Facts, steps: Steps, sizes: list[int], n: int, epochs: int, shuffled: bool, scale: float | None
 ) -> None:
     """Name the optimizer, its settings and steps.
 

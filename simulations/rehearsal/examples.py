@@ -24,24 +24,15 @@ class Form:
     next_token: bool = False
 
     def examples(self, x: np.ndarray) -> np.ndarray:
-        """Return examples as the truth has them: rows (N, F), arrays (N, ...), token ids (N, L)."""
-        return x.astype(np.int64 if self.language else np.float32)
-
-    def stored(self, x: np.ndarray) -> np.ndarray:
-        """Return examples as the archive of public data has them."""
-        return self.examples(x)
-
-
-@dataclass(frozen=True)
-class Images(Form):
-    """Pixels in [0, 1]: pixel = input * std + mean."""
-
-    def examples(self, x: np.ndarray) -> np.ndarray:
+        """Return examples as the truth has them: rows (N, F), arrays (N, ...), token ids (N, L), images in [0, 1]."""
+        if "mean" not in self.data:
+            return x.astype(np.int64 if self.language else np.float32)
         mean, std = (np.array(self.data[key]).reshape(1, -1, 1, 1) for key in ("mean", "std"))
         return np.asarray((x.astype(np.float64) * std + mean).clip(0, 1), np.float32)
 
     def stored(self, x: np.ndarray) -> np.ndarray:
-        return np.round(255 * self.examples(x)).astype(np.uint8)
+        """Return examples as the archive of public data has them: images in bytes."""
+        return np.round(255 * self.examples(x)).astype(np.uint8) if "mean" in self.data else self.examples(x)
 
 
 def form_of(
@@ -75,7 +66,7 @@ def form_of(
     return Form({"use": "arrays"}, "inputs are arrays of numbers") if all(floats for _, floats in kinds) else None
 
 
-def _images(arrays: Sequence[np.ndarray], normalised: Sequence[Sequence[float]] | None) -> Images:
+def _images(arrays: Sequence[np.ndarray], normalised: Sequence[Sequence[float]] | None) -> Form:
     """Return the normalisation of images: that of the app's Normalize, else the range of all observed values."""
     low, high = min(float(x.min()) for x in arrays), max(float(x.max()) for x in arrays)
     channels, scale = arrays[0].shape[1], high - low or 1.0
@@ -86,5 +77,5 @@ def _images(arrays: Sequence[np.ndarray], normalised: Sequence[Sequence[float]] 
         of_app = [list(v) * channels if len(v) == 1 else list(v) for v in normalised]
         if len(of_app[0]) == channels and min(low * s + m for m, s in zip(*of_app, strict=True)) > -0.01:
             data = {"use": "npz", "mean": of_app[0], "std": of_app[1]}
-            return Images(data, "torchvision's Normalize, as the app calls it")
-    return Images({"use": "npz", "mean": [mean] * channels, "std": [std] * channels}, origin)
+            return Form(data, "torchvision's Normalize, as the app calls it")
+    return Form({"use": "npz", "mean": [mean] * channels, "std": [std] * channels}, origin)

@@ -64,19 +64,8 @@ NUDGES = 8  # changes of these bits that are tried: only some of them cross a de
 LAST_BITS = 2.0**-21  # their relative size, that of a layer's rounding
 # codes of the problems with which a draft computes another update
 INEXACT = (
-    "arguments",
-    "optimizer",
-    "loss",
-    "groups",
-    "schedule",
-    "clipping",
-    "dropout",
-    "autocast",
-    "batches",
-    "noise",
-    "mods",
-    "turns",
-    "large",
+    *("arguments", "optimizer", "loss", "groups", "schedule", "clipping", "dropout", "autocast", "batches", "noise"),
+    *("mods", "turns", "large"),
 )
 MOST_TRIES = 8  # to fit a rate
 PATIENCE = 30  # seconds until the app's last line is printed, and again each time that this doubles
