@@ -102,7 +102,6 @@ def train(message: Message, context: Context) -> Message:
 
 
 def _memory(context: Context, name: str) -> dict[str, Tensor]:
-    """Return what the client keeps from round to round under this name."""
     return dict(context.state.array_records.get(name, ArrayRecord()).to_torch_state_dict())
 
 
@@ -121,9 +120,6 @@ def _reply(message: Message, fed: Federation, update: Update, buffers: Mapping[s
 
 def _contiguous(update: Update) -> dict[str, torch.Tensor]:
     return {k: t.detach().contiguous() for k, t in update.items()}
-
-
-# -------------------------------------------------------------------------------------------------------- a deployment
 
 
 def _owner(context: Context) -> OwnerConfig:

@@ -43,7 +43,7 @@ class local_sgd(Link):
     proximal_mu: NotNegative = 0.0
 
     @property
-    def accumulated(self) -> int:
+    def accumulate(self) -> int:
         """Number of gradients that are averaged for one step."""
         return 1
 
@@ -113,10 +113,10 @@ class local_sgd(Link):
                 here = {k: (p + change[k]).to(p.dtype) for k, p in start.items()} if change else start
                 found = [compute(here, Batch(batch.x[rows], batch.y[rows]), rng) for rows in parts]
                 g = found[0]
-                if self.accumulated > 1:
-                    g = {k: sum((other[k] for other in found[1:]), t) / self.accumulated for k, t in g.items()}
+                if self.accumulate > 1:
+                    g = {k: sum((other[k] for other in found[1:]), t) / self.accumulate for k, t in g.items()}
                 if self.proximal_mu and change:
-                    proximal = self.proximal_mu * len(parts) / self.accumulated
+                    proximal = self.proximal_mu * len(parts) / self.accumulate
                     g = {k: t + proximal * change[k] for k, t in g.items()}
                 rate = self.rate_at(step)
                 moved = self.direction(g, here, memory, step)
@@ -188,10 +188,6 @@ class LocalTraining(local_sgd):
         """Adam's first step shows little more than signs; what later steps make of noise has no closed form."""
         alone = Link.update_distribution(self, before)
         return replace(alone, signed=True) if alone is not None and self.adaptive and self.steps == 1 else alone
-
-    @property
-    def accumulated(self) -> int:
-        return self.accumulate
 
     def order(self, size: int, rng: Generator | None) -> Iterator[tuple[slice | Tensor, ...]]:
         length = self.examples if self.examples and size % self.examples == 0 else size

@@ -37,6 +37,7 @@ from fedgauge.client.deployment.shared_secrets import (
 STEPS = ("advertise", "share", "mask", "confirm", "unmask")  # of a session, in their order
 SHARE = 66  # bytes of a number below the prime
 SEALED = 2 * SHARE + 16  # bytes of two encrypted shares
+NONCE = bytes(12)  # every key encrypts one message
 LEVELS = 2**24 - 2  # the highest level of fixed point, counted from 0
 MOST_EXAMPLES = 2**20  # of one client; a client with more drops out
 MOST_CLIENTS = (2**64 - 1) // (MOST_EXAMPLES * LEVELS)  # in a sum of 64 bits
@@ -329,11 +330,6 @@ class PairwiseMasking(Checked):
     def _check_enough(self, clients: int) -> None:
         if clients < self.least:
             raise TooFewSurvivors(f"{clients} clients are left, fewer than the threshold {self.least}")
-
-
-# ------------------------------------------------------------------------------------------------------- keys of a session
-
-NONCE = bytes(12)  # every key encrypts one message
 
 
 def _one_way(member: ClientSession, other: int, sends: bool, purpose: bytes) -> bytes:

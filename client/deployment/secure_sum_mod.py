@@ -36,9 +36,8 @@ def secure_sum(
 
     Args:
         replies: what the ClientApp answers with: weights (anybody's) or updates (fedgauge's).
-        claims: a private folder in which the client notes the steps before it answers them; default: one for the node
-            in XDG_STATE_HOME/fedgauge (~/.local/state/fedgauge), so that a machine's nodes do not share it. It keeps an empty
-            file for each step, as no client can know that a server will not ask again.
+        claims: a private folder in which the client notes each step before it answers; default: one for the node in
+            XDG_STATE_HOME/fedgauge (~/.local/state/fedgauge).
 
     Raises:
         ValueError: inside the mod: the server asks for a single update, or for a step twice.

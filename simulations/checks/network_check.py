@@ -53,7 +53,6 @@ def _forward(fed: Federation) -> Found:
 
 
 def _gradient(fed: Federation) -> Found:
-    """Compute a client's gradient of a few examples, as every local step does."""
     data = fed.shards.dataset
     batch = batch_of(data.x, data.y, torch.arange(min(PAIR if fed.shards.batch_size > 1 else 1, len(data.y))))
     params = fed.initial()[0]

@@ -50,6 +50,12 @@ def write_home(scratch: Path, link: Mapping[str, object]) -> None:
     (scratch / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
 
 
+def ask(env: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Carry out a command of Flower; a Ctrl-C in the terminal does not reach it."""
+    command = ["flwr", *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, start_new_session=True)
+
+
 class Submission:
     """A Flower run: the app of a scratch folder, submitted to the SuperLink and logged until it ends."""
 
@@ -63,7 +69,7 @@ class Submission:
         """Let the SuperLink end the run, if it has started; print a message if that fails, as the run may still train."""
         if run := self._run():
             try:
-                done = self._ask("stop", run, "fedgauge")
+                done = ask(self._env, "stop", run, "fedgauge")
                 output = done.stderr.strip() or done.stdout.strip() if done.returncode else ""
             except subprocess.TimeoutExpired:
                 output = "the SuperLink does not answer"
@@ -102,7 +108,7 @@ class Submission:
         output = "it never started"
         if run := self._run():
             try:
-                listing = self._ask("ls", "fedgauge", "--run-id", run, "--format", "json")
+                listing = ask(self._env, "ls", "fedgauge", "--run-id", run, "--format", "json")
                 output = f"its status is unknown: {(listing.stderr.strip() or listing.stdout.strip())[-300:]}"
                 return str(json.loads(listing.stdout)["runs"][0]["status"])
             except subprocess.TimeoutExpired:
@@ -110,16 +116,6 @@ class Submission:
             except (json.JSONDecodeError, KeyError, IndexError, TypeError):
                 pass
         raise TrainingFailed(blame(output))
-
-    def _ask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["flwr", *arguments],
-            env=self._env,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            start_new_session=True,  # a Ctrl-C in the terminal must not reach it
-        )
 
     def _run(self) -> str:
         """Its id, from the submission's log; "" if the submission did not get that far."""

@@ -14,7 +14,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.outcomes import none_accepted
 from fedgauge.simulations.deploy.folder import Deployment
-from fedgauge.simulations.deploy.submission import PATIENCE, Submission, write_app, write_home
+from fedgauge.simulations.deploy.submission import Submission, ask, write_app, write_home
 from fedgauge.simulations.run import launch, processes
 from fedgauge.simulations.run.create import resume
 from fedgauge.simulations.run.exit_status import INTERRUPTED, exit_status
@@ -36,9 +36,9 @@ def register(deployment: Deployment, superlink: str) -> None:
     with _control(deployment, superlink) as (_, env):
         for client in range(deployment.clients):
             key = deployment.public_key(client)
-            command = ["flwr", "supernode", "register", str(key.resolve()), "fedgauge", "--name", f"client-{client}"]
             try:
-                done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
+                name = ("--name", f"client-{client}")
+                done = ask(env, "supernode", "register", str(key.resolve()), "fedgauge", *name)
                 output = (done.stdout + done.stderr).strip()[-500:] if done.returncode else REGISTERED
             except subprocess.TimeoutExpired:
                 output = "it does not answer"

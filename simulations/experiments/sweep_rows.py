@@ -192,7 +192,6 @@ def summary_as_markdown(found: Sequence[SweepRow], defenses: Sequence[str]) -> s
 
 
 def _strongest(own: Sequence[SweepRow], by: MainMetric) -> tuple[str, str]:
-    """The strongest attack on one defense, and its result as text."""
     means, augmented = _means(own, "mean"), _means(own, "augmented")
     best, other = (by.leakiest(sorted(found), found.__getitem__) for found in (means, augmented))
     if best is None:

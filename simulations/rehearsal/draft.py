@@ -269,7 +269,6 @@ def arrays_of(facts: Facts) -> dict[str, np.ndarray]:
 
 
 def _data(draft: Draft, public: Sequence[Facts], form: Form, target: Target | None, files: Path) -> None:
-    """Write the public examples, and name them."""
     arrays = [read_npz(Path(facts["data"])) for facts in public]
     x = np.concatenate([form.stored(each["x"]) for each in arrays])
     y = np.concatenate([each["y"] if target is None else target.labels(each["y"]) for each in arrays])
@@ -284,7 +283,6 @@ def _data(draft: Draft, public: Sequence[Facts], form: Form, target: Target | No
 
 
 def _loss(draft: Draft, first: Facts, target: Target | None) -> None:
-    """Name the loss, and say what is left out of it."""
     if target is None:
         draft.add("[loss]", "the network returns logits for each token", use="next_token")
         return

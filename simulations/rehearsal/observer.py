@@ -326,7 +326,6 @@ class Training:
 
 
 def _signature(module: nn.Module) -> inspect.Signature:
-    """Return the arguments that a network takes."""
     network = unwrapped(module)
     return inspect.signature(getattr(network, "get_base_model", lambda: network)().forward)  # peft's has no names
 
@@ -346,7 +345,6 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _random() -> list[Tensor]:
-    """Return the states of torch's generators."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
 
 
