@@ -199,10 +199,6 @@ def trained_on(chain: Chain, compute: UpdateFn, params: Params, batch: Batch, rn
     """The examples that a client trains on, after its chain's batch transforms; None where it has none.
 
     Where each local step transforms them anew: those of the first steps, until each example was seen once.
-
-    Args:
-        compute: the gradient that the chain wraps.
-        rng: the client's.
     """
     first = next((i for i, link in enumerate(chain.links) if isinstance(link, BatchTransform)), None)
     if first is None:

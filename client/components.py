@@ -412,14 +412,7 @@ def spell(hint: Any) -> str:
 
 
 def settings_of(kind: type[Settings], value: Any, where: str, more_keys: Sequence[str] = ()) -> Settings:
-    """A dataclass of settings from a table.
-
-    Args:
-        more_keys: other valid keys of the table, for the message.
-
-    Raises:
-        SpecError: the table does not fit.
-    """
+    """A dataclass of settings from a table; SpecError, which also names other valid keys, if it does not fit."""
     found: Settings = call(kind, check_arguments(kind, coerce(value, dict, where), where, more_keys=more_keys), where)
     return found
 

@@ -429,9 +429,6 @@ def scaffold(rate: Positive, steps: Count = 1, batch_size: Count | None = None) 
 
     Every client takes part in every round, and the server averages. Each client derives the variates by itself.
 
-    Args:
-        rate, steps, batch_size: as of local_sgd.
-
     Example:
         >>> scaffold(rate=0.5, steps=4).scale
         2.0

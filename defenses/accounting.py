@@ -66,10 +66,6 @@ def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> 
     If each example is clipped, one example changes the mean of b by at most max_norm / b; if the whole is clipped, the release
     has a norm of at most max_norm. The release is a step's gradient, or after local_sgd the update.
 
-    Args:
-        batch_size: examples of a round.
-        model: the network.
-
     Raises:
         NoGuarantee: the chain lacks clipping or noise, or another link undoes their guarantee.
     """
@@ -152,14 +148,7 @@ class PrivacySpent:
 
 @dataclass(frozen=True)
 class Accountant:
-    """Adds up the privacy budget that clients have spent.
-
-    Args:
-        mechanism: that of a round.
-        batch_size: examples of a round.
-        delta: in (0, 1).
-        entries: number of entries of an update.
-    """
+    """Adds up the privacy budget that clients have spent, whose updates have so many entries."""
 
     mechanism: Mechanism
     batch_size: int

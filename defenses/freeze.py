@@ -60,9 +60,6 @@ class private_layers(freeze):
 
     The server goes on sending the values that it began with, which are the client's in its first round. An attacker also uses
     them in later rounds. The running statistics of a private BatchNorm are not returned either.
-
-    Args:
-        model, layers: as of freeze.
     """
 
     remembers = True

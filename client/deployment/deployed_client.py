@@ -126,11 +126,7 @@ def _draws_of_its_own(compute: UpdateFn) -> UpdateFn:
 
 
 def objection(update: Mapping[str, Tensor], max_norm: float | None = None) -> str:
-    """Return the reason to withhold an update, for the owner only; empty if there is none.
-
-    Args:
-        max_norm: the largest Euclidean norm that is sent; None: any.
-    """
+    """Return the reason to withhold an update, for the owner only; empty if there is none."""
     if odd := [k for k, t in update.items() if t.is_complex()]:
         return f"{', '.join(odd)}: complex numbers, which no limit here is for"
     floats = {k: t.double() for k, t in update.items() if torch.is_floating_point(t)}

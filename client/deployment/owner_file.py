@@ -90,18 +90,12 @@ class OwnerConfig(Checked):
 
     Args:
         client: the server's number for this client.
-        state: the client's own folder.
         allow: packages outside fedgauge that may provide components.
-        data: the dataset's table.
         split: how a dataset that several clients share is divided.
-        draw: of a round's examples.
-        loss: what is minimised.
-        chain: what is applied.
         canary: it sends a fixed random direction in place of an update of its data, which measures how much the noise protects.
         updates: the most updates for servers, over all runs; None: any number.
         max_parameters: the most entries (parameters and buffers) of a network that a server may name.
         secure_sum: terms of the sum that updates must be part of; None: single updates are allowed.
-        guard: None: no guard.
     """
 
     path: Path

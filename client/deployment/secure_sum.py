@@ -69,8 +69,6 @@ class SecureSumResult:
 
     Args:
         mean: (size,), the mean update, weighted by examples, in the precision of the fixed-point form.
-        examples: their total number.
-        members: the clients in the sum.
     """
 
     mean: Vector

@@ -23,7 +23,6 @@ class DetectorResult:
 
     Args:
         score: at least 0; an alarm at the detector's threshold or above.
-        description: for the owner.
     """
 
     detector: str

@@ -69,11 +69,7 @@ def attempt_all(name: str, checks: Iterable[CheckResult]) -> Iterator[CheckResul
 
 
 def problem_of(error: Exception, code: str = "error", otherwise: str = "") -> Problem:
-    """Turn an exception of a check or of a user's code into a problem.
-
-    Args:
-        otherwise: the remedy if none is known.
-    """
+    """Turn an exception of a check or of a user's code into a problem, with this remedy if no other is known."""
     if isinstance(error, Unattackable):
         return error.problem
     if isinstance(error, SpecError | RequestRefused):

@@ -40,10 +40,7 @@ def check(scenario: Scenario) -> list[CheckResult]:
 
 
 def warnings_before(scenario: Scenario, patience: float = PATIENCE) -> Iterator[str]:
-    """Try a scenario once before it is trained; yield what will fail.
-
-    Args:
-        patience: seconds, after which no further attack is tried.
+    """Try a scenario once before it is trained; yield what will fail. After `patience` seconds no further attack is tried.
 
     Raises:
         SpecError: clients cannot train, no update can be recomputed, or no planned attack works.

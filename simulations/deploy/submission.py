@@ -97,14 +97,7 @@ class Submission:
         return status
 
     def status(self, blame: Callable[[str], str]) -> str:
-        """The run's status at the SuperLink.
-
-        Args:
-            blame: makes the error's message from what went wrong.
-
-        Raises:
-            TrainingFailed: there is none.
-        """
+        """The run's status at the SuperLink; TrainingFailed, with the message that `blame` makes, if there is none."""
         output = "it never started"
         if run := self._run():
             try:

@@ -29,7 +29,6 @@ class ResultsFile(Generic[Row]):
     """The file of an experiment's results; it continues what it holds.
 
     Args:
-        kind: of the rows, a dataclass.
         head: what the experiment is: name, version, and in `computed` a digest of all that decides the rows of a cell.
 
     Raises:

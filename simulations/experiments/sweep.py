@@ -45,9 +45,6 @@ def run_sweep(sweep: Sweep, file: ResultsFile[SweepRow], jobs: int) -> Iterator[
     """Yield the rows of all finished cells, in the order of the sweep: those that were there, then again after every cell.
 
     sweep.json, sweep.csv and sweep.md are rewritten each time.
-
-    Args:
-        jobs: cells at a time.
     """
     folder, cells = file.path.parent, {cell.folder: cell for cell in sweep.cells}
     # of a ledger, not of the file: a cell's attacks may have been audited again

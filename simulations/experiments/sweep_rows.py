@@ -149,9 +149,6 @@ def write_tables(folder: Path, rows: Sequence[SweepRow], sweep: Sweep) -> None:
 def summary(found: Sequence[SweepRow], defenses: Sequence[str]) -> Table:
     """A line for each defense: its strongest attack, and its cost in accuracy against the first defense.
 
-    Args:
-        defenses: names of all defenses, in the sweep's order.
-
     The strongest attack has the highest mean leakage over the seeds. In brackets: the interval of a single seed, or the range of
     several means. Membership: the strongest test's area under the ROC curve, and the members detected at 1 % false positives.
     Other leaks have a column by their metric, with the strongest result.

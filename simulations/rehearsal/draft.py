@@ -50,15 +50,11 @@ class Line(NamedTuple):
 
 @dataclass
 class Draft:
-    """A scenario in the making.
-
-    Attributes:
-        fatal: the problem that leaves nothing to attack, if there is one.
-    """
+    """A scenario in the making."""
 
     lines: list[Line] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    fatal: list[Problem] = field(default_factory=list)
+    fatal: list[Problem] = field(default_factory=list)  # at most one: it leaves nothing to attack
 
     def add(self, table: str, origin: str, /, **values: Any) -> None:
         """Add lines to a table, with their origin; they replace earlier ones unless the table is one of a list."""
@@ -128,7 +124,6 @@ def check_attackable(
 
     Args:
         arrays: inputs x and labels y of this training, then of others.
-        form: of the inputs.
     """
     x, y, network, notes = arrays[0].get("x"), arrays[0].get("y"), first["network"], first["notes"]
     inputs = [each["x"] for each in arrays if "x" in each]
@@ -182,7 +177,6 @@ def write_draft(
     """Draft everything but the network.
 
     Args:
-        attacked: the attacked nodes.
         public: the nodes with examples that serve as public data.
         target: what the loss compares; None: each word is learnt from those before it.
         files: folder for the public examples.
@@ -444,11 +438,7 @@ def check_reported(draft: Draft, reported: int | None, facts: Facts) -> None:
 
 
 def keep_layers(draft: Draft, layers: Sequence[str], client: int, round: int, files: Path) -> None:
-    """Let layers that were trained and not uploaded stay with the clients.
-
-    Args:
-        client, round: of the first training, which began with known values.
-    """
+    """Let layers that were trained and not uploaded stay with the clients; the first training began with known values."""
     draft.add("[[chain]]", "layers that are trained and never uploaded", use="private_layers", layers=list(layers))
     draft.add("[model]", "the first client's values of these layers", weights=str(files / WEIGHTS))
     draft.add("[audit]", "the first training", clients=[client], rounds=[round])

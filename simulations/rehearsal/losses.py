@@ -71,12 +71,7 @@ def _is_one_hot(y: np.ndarray) -> bool:
 
 
 def target_of(first: Mapping[str, Any], y: np.ndarray | None) -> Target | Problem:
-    """Return what a training's loss compares, or why no scenario has such a loss.
-
-    Args:
-        first: facts of a client's training.
-        y: observed labels of its examples.
-    """
+    """Return what a training's loss compares, with observed labels y, or why no scenario has such a loss."""
     losses, notes, network = first["losses"], first["notes"], first["network"]
     known = [name for name in losses if name in OWN or name in OF_TORCH]
     if not known:

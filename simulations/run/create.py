@@ -104,9 +104,6 @@ def resume(run: Run, mode: Mode = "simulation") -> Scenario:
 
     Call `simulate` next, as for a new run: the server continues from the checkpoint by itself.
 
-    Args:
-        mode: in which it is continued.
-
     Raises:
         NotResumable: the run is complete, has the other mode, was trained by another version, or its checkpoint is unusable.
         RunBusy: a process still trains it.

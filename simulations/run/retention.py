@@ -19,7 +19,6 @@ def prune(run: Run, days: float, now: float) -> int:
 
     Args:
         days: how old they may become, by the files' own times.
-        now: seconds since 1970.
 
     Raises:
         RunBusy: a process trains or attacks it.
