@@ -321,13 +321,7 @@ class Federation:
         return self.having(model=copy.deepcopy(self.model).to(device))
 
     def having(self, shards: Shards | None = None, model: nn.Module | None = None, **changes: Any) -> "Federation":
-        """Return a copy with other examples, another network or another protocol; its chain is built anew.
-
-        Args:
-            shards: the examples; default: those of this federation.
-            model: the network; default: that of this federation.
-            changes: other values for fields of the protocol.
-        """
+        """Return a copy with other examples, another network or other values of the protocol; its chain is built anew."""
         other = Federation(replace(self.protocol, **changes))
         # cached properties live in __dict__
         vars(other).update(shards=shards or self.shards, model=self.model if model is None else model)

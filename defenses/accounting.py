@@ -229,19 +229,12 @@ def records_of(federation: Federation, client: int) -> int:
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """The privacy budget of a run, for display.
+    """The privacy budget of a run, for display."""
 
-    Args:
-        record: epsilon if one record is replaced; None: no epsilon holds.
-        client: epsilon if all of a client's data is replaced; None: no epsilon holds.
-        delta: the probability with which the epsilon may fail.
-        words: one sentence with both, or the reason for none.
-    """
-
-    record: float | None
-    client: float | None
-    delta: float
-    words: str
+    record: float | None  # epsilon if one record is replaced; None: no epsilon holds
+    client: float | None  # epsilon if all of a client's data is replaced; None: no epsilon holds
+    delta: float  # the probability with which the epsilon may fail
+    words: str  # one sentence with both, or the reason for none
 
 
 def privacy_statement(

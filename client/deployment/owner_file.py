@@ -71,48 +71,32 @@ class GuardPolicy(Checked, InspectionPolicy):
 
 @dataclass(frozen=True)
 class Draw(Checked):
-    """The draw of a round's examples.
-
-    Args:
-        batch_size: examples a round.
-        whole: whether all training images are this client's own.
-        sampling: secret: the operating system's entropy draws a round's examples; agreed: the protocol's seed does.
-    """
+    """The draw of a round's examples."""
 
     batch_size: Count = 1
-    whole: bool = False
-    sampling: Literal["secret", "agreed"] = "secret"
+    whole: bool = False  # all training images are this client's own
+    sampling: Literal["secret", "agreed"] = "secret"  # by the operating system's entropy, or by the protocol's seed
 
 
 @dataclass(frozen=True, eq=False)
 class OwnerConfig(Checked):
-    """An owner's file, checked.
-
-    Args:
-        client: the server's number for this client.
-        allow: packages outside fedgauge that may provide components.
-        split: how a dataset that several clients share is divided.
-        canary: it sends a fixed random direction in place of an update of its data, which measures how much the noise protects.
-        updates: the most updates for servers, over all runs; None: any number.
-        max_parameters: the most entries (parameters and buffers) of a network that a server may name.
-        secure_sum: terms of the sum that updates must be part of; None: single updates are allowed.
-    """
+    """An owner's file, checked."""
 
     path: Path
-    client: Number
+    client: Number  # the server's number for this client
     state: Path
     data: Table
-    split: Table
+    split: Table  # how a dataset that several clients share is divided
     draw: Draw
     chain: tuple[Table, ...]
     grading: GradingPolicy
     guard: GuardPolicy | None
-    allow: Sequence[str] = ()
+    allow: Sequence[str] = ()  # packages outside fedgauge that may provide components
     loss: Table = field(default_factory=lambda: CROSS_ENTROPY)
-    canary: bool = False
-    updates: Count | None = None
-    max_parameters: Count = MOST_PARAMETERS
-    secure_sum: Table | None = None
+    canary: bool = False  # it sends a fixed random direction in place of an update, which measures the noise
+    updates: Count | None = None  # the most for servers, over all runs; None: any number
+    max_parameters: Count = MOST_PARAMETERS  # the most entries, buffers included, of a network that a server may name
+    secure_sum: Table | None = None  # terms of the sum that updates must be part of; None: single updates are allowed
 
     def __post_init__(self) -> None:
         super().__post_init__()

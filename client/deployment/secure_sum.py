@@ -65,13 +65,9 @@ class TooFewSurvivors(Refused):
 
 @dataclass(frozen=True, eq=False)
 class SecureSumResult:
-    """Result for the server.
+    """Result for the server."""
 
-    Args:
-        mean: (size,), the mean update, weighted by examples, in the precision of the fixed-point form.
-    """
-
-    mean: Vector
+    mean: Vector  # (size,), of the updates, weighted by examples, in the precision of the fixed-point form
     examples: int
     members: tuple[int, ...]
 

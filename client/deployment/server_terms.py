@@ -24,17 +24,13 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class ServerTerms:
-    """The parts of the server's protocol that a client accepts.
-
-    Args:
-        canaries: number of canaries that the server expects; they are the last clients.
-    """
+    """The parts of the server's protocol that a client accepts."""
 
     seed: int
     rounds: int
     clients: int
     model: Table
-    canaries: int = 0
+    canaries: int = 0  # that the server expects; they are the last clients
 
     @classmethod
     def parse(cls, text: str) -> "ServerTerms":

@@ -37,15 +37,10 @@ class DrawnBatch:
 
 @dataclass(frozen=True)
 class Answer:
-    """A client's answer to one question about a batch.
+    """A client's answer to one question about a batch."""
 
-    Args:
-        images: their digest.
-        psnr: the reported figure of each.
-    """
-
-    images: str
-    psnr: tuple[float, ...]
+    images: str  # their digest
+    psnr: tuple[float, ...]  # as reported
 
 
 @dataclass(frozen=True)

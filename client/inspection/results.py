@@ -19,15 +19,11 @@ THRESHOLDS: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class DetectorResult:
-    """One detector's result for one layer ("": for the whole network).
-
-    Args:
-        score: at least 0; an alarm at the detector's threshold or above.
-    """
+    """One detector's result for one layer ("": for the whole network)."""
 
     detector: str
     layer: str
-    score: float
+    score: float  # at least 0; an alarm at the detector's threshold or above
     description: str
 
     @property

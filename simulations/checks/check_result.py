@@ -28,19 +28,13 @@ Found = str | Problem  # a check's result; text if it works
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check.
-
-    Args:
-        works: None: not checked.
-        needed: needed to train, to replay an update or for a planned attack.
-        stops: nothing is trained if it does not work.
-    """
+    """The result of one check."""
 
     name: str
-    works: bool | None
-    needed: bool
+    works: bool | None  # None: not checked
+    needed: bool  # to train, to replay an update or for a planned attack
     found: Found
-    stops: bool = False
+    stops: bool = False  # nothing is trained if it does not work
 
     @property
     def message(self) -> str:

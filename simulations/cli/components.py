@@ -39,21 +39,14 @@ KINDS: Mapping[str, ComponentKind] = {
 
 @dataclass(frozen=True)
 class Component:
-    """One listed component.
-
-    Args:
-        target: the class or function; None if it cannot be imported.
-        description: the first paragraph of its docstring.
-        package: that registers it.
-        error: why it cannot be used; empty if it can.
-    """
+    """One listed component."""
 
     kind: str
     name: str
-    target: Callable[..., Any] | None = None
-    description: str = ""
-    package: str = ""
-    error: str = ""
+    target: Callable[..., Any] | None = None  # the class or function; None if it cannot be imported
+    description: str = ""  # the first paragraph of its docstring
+    package: str = ""  # that registers it
+    error: str = ""  # why it cannot be used
 
 
 def components_of(kind: str | None = None) -> list[Component]:

@@ -116,10 +116,10 @@ def doctor(options: argparse.Namespace) -> int:
             print(f"warning: {words}", file=sys.stderr)
     missing, optional = ("missing", "optional") if file is None else ("wrong", "note")
     table = Table(box=None, show_header=False)
-    for broken in (component for component in components_of() if component.error):
-        why = f"of the package {broken.package} cannot be used: {broken.error}"
-        results.insert(0, CheckResult(f"{broken.kind} {broken.name}", False, False, why))
-    for result in results:
+    unusable = "of the package {0.package} cannot be used: {0.error}"
+    plug_ins = [c for c in components_of() if c.error]
+    first = [CheckResult(f"{c.kind} {c.name}", False, False, unusable.format(c)) for c in plug_ins]
+    for result in [*first, *results]:
         lacks = Text(missing, "red") if result.needed else Text(optional, "yellow")
         mark = Text("not checked", "dim") if result.works is None else Text("ok", "green") if result.works else lacks
         table.add_row(mark, result.name, Text(result.message, overflow="fold"))

@@ -21,18 +21,13 @@ Names = Mapping[str, Sequence[str]]  # by kind of table, such as defense
 
 @dataclass(frozen=True)
 class SweepCell:
-    """One run of the grid: a defense and a seed.
-
-    Args:
-        folder: the folder name of its run.
-        attacks: the names of those that its scenario plans.
-    """
+    """One run of the grid: a defense and a seed."""
 
     defense: str
     seed: int
-    folder: str
+    folder: str  # its run's name
     tables: Table
-    attacks: tuple[str, ...]
+    attacks: tuple[str, ...]  # names of those that its scenario plans
 
 
 @dataclass(frozen=True)

@@ -103,18 +103,13 @@ def _one_line(key: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class Observed:
-    """Observations by the app's process: by node, the facts of each round's training.
-
-    Attributes:
-        language: what `save_language` returned.
-        mods: of the app's clients, by name.
-    """
+    """Observations by the app's process: by node, the facts of each round's training."""
 
     clients: Mapping[str, Sequence[Facts]]
     failed: Sequence[str] = ()
     frameworks: Sequence[str] = ()
-    language: Mapping[str, Any] | None = None
-    mods: Sequence[str] = ()
+    language: Mapping[str, Any] | None = None  # what `save_language` returned
+    mods: Sequence[str] = ()  # of the app's clients
 
 
 def check_attackable(

@@ -9,19 +9,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Form:
-    """Conversion of observed inputs.
+    """Conversion of observed inputs."""
 
-    Attributes:
-        data: lines of [data].
-        origin: of these lines.
-        language: what `save_language` returned, if inputs are token ids.
-        next_token: each word is learnt from those before it.
-    """
-
-    data: Mapping[str, Any]
-    origin: str
-    language: Mapping[str, Any] | None = None
-    next_token: bool = False
+    data: Mapping[str, Any]  # lines of [data]
+    origin: str  # of these lines
+    language: Mapping[str, Any] | None = None  # what `save_language` returned, if inputs are token ids
+    next_token: bool = False  # each word is learnt from those before it
 
     def examples(self, x: np.ndarray) -> np.ndarray:
         """Return examples as the truth has them: rows (N, F), arrays (N, ...), token ids (N, L), images in [0, 1]."""

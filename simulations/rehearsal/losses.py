@@ -26,23 +26,14 @@ TWO_CLASSES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")  # or
 
 @dataclass(frozen=True)
 class Target:
-    """Labels, as a loss compares them with the network's output.
+    """Labels, as a loss compares them with the network's output."""
 
-    Attributes:
-        name: of torch's function.
-        loss: lines of [loss]; none for the plain cross-entropy.
-        classes: of [data].
-        reads_input: the labels are the inputs themselves.
-        left_out: settings of the loss that a scenario cannot express.
-        one_hot: observed labels have a 1 at the class, and are 0 elsewhere.
-    """
-
-    name: str
-    loss: Mapping[str, Any]
-    classes: int
-    reads_input: bool = False
-    left_out: Sequence[str] = ()
-    one_hot: bool = False
+    name: str  # of torch's function
+    loss: Mapping[str, Any]  # lines of [loss]; none for the plain cross-entropy
+    classes: int  # of [data]
+    reads_input: bool = False  # the labels are the inputs themselves
+    left_out: Sequence[str] = ()  # settings of the loss that a scenario cannot express
+    one_hot: bool = False  # observed labels have a 1 at the class, and are 0 elsewhere
 
     def labels(self, y: np.ndarray) -> np.ndarray:
         """Return observed labels as the scenario's data has them: classes (N,), findings or numbers (N, K) or (N,), masks."""

@@ -76,19 +76,13 @@ Recorded = tuple[Any, Facts]  # the ledger's row of an upload, and the training 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A recorded app with its drafted scenario.
-
-    Attributes:
-        truth: folder with the observed examples of the attacked clients.
-        packages: of the app, which the audit must allow.
-        proof: how well the draft gives the first observed update.
-    """
+    """A recorded app with its drafted scenario."""
 
     run: Run
     draft: Draft
-    truth: Path
-    packages: tuple[str, ...]
-    proof: str
+    truth: Path  # folder with the observed examples of the attacked clients
+    packages: tuple[str, ...]  # of the app, which the audit must allow
+    proof: str  # how well the draft gives the first observed update
 
 
 def observe(folder: Path, runs: Path, settings: Settings, clients: int, console: Console) -> tuple[Run, Observed]:
