@@ -20,20 +20,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Tolerance of a group; within it, the server sees only sums of at least two other clients.
-
-    Args:
-        curious: clients that may help a server that follows the protocol.
-        lying: clients that may help a server that gives clients different lists of survivors and dropouts, but passes on their
-            public keys. A server that forges keys needs no help. Below 0: none is needed here either.
-        dropouts: clients that may drop out while there is a sum.
-    """
+    """Tolerance of a group; within it, the server sees only sums of at least two other clients."""
 
     group: int
     threshold: int
-    curious: int
-    lying: int
-    dropouts: int
+    curious: int  # clients that may help a server that follows the protocol
+    lying: (
+        int  # clients that may help one that falsifies lists of dropouts, but forges no keys; below 0: none is needed
+    )
+    dropouts: int  # clients that may drop out while there is a sum
 
     @property
     def words(self) -> str:

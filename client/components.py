@@ -36,24 +36,14 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class ComponentKind:
-    """One kind of component: where the registry lists it, and what it must be.
+    """One kind of component: where the registry lists it, and what it must be."""
 
-    Args:
-        noun: for messages, e.g. "a defense".
-        groups: of the registry, e.g. "fedgauge.links".
-        type: a class counts if it derives from this type, a function if its return annotation says it returns one.
-        annotated: whether a function in a user's package needs that annotation too; otherwise `build` checks what it
-            returned.
-        outside: types that count for a class or function in such a package; default: this type.
-        instances: whether an object counts that is built already: of these types, partial, or of a class in such a package.
-    """
-
-    noun: str
-    groups: tuple[str, ...]
-    type: type
-    annotated: bool = True
-    outside: _Types = ()
-    instances: bool = False
+    noun: str  # for messages, e.g. "a defense"
+    groups: tuple[str, ...]  # of the registry, e.g. "fedgauge.links"
+    type: type  # a class counts if it derives from this type, a function if its return annotation says so
+    annotated: bool = True  # a user's function needs that annotation too; otherwise `build` checks what it returned
+    outside: _Types = ()  # types that count for a user's class or function; default: this type
+    instances: bool = False  # what is built already counts: of these types, partial, or of a user's class
 
     def admits_outside(self, target: Any, packages: tuple[str, ...]) -> bool:
         """Check that an object of these packages is, or may build, a component of this kind."""

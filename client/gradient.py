@@ -17,19 +17,12 @@ from fedgauge.client.update import Batch, Loss, Params, Update, UpdateFn
 
 
 class StochasticLayer(nn.Module):
-    """A layer that draws random numbers in its forward pass and may add to the loss: the base of a defense of the model.
+    """A layer that draws random numbers in its forward pass and may add to the loss: the base of a defense of the model."""
 
-    Attributes:
-        rng: source of its draws; None: it uses their mean.
-        noise: standard normal draws to use instead, e.g. an attacker's variable; None: its own.
-        penalty: a scalar that the latest pass adds to the loss; None: nothing.
-        drawn: how many numbers it draws for an example: noise is (B, drawn); 0: unknown.
-    """
-
-    rng: Generator | None = None
-    noise: Tensor | None = None
-    penalty: Tensor | None = None
-    drawn: int = 0
+    rng: Generator | None = None  # source of its draws; None: it uses their mean
+    noise: Tensor | None = None  # standard normal draws to use instead, e.g. an attacker's variable; None: its own
+    penalty: Tensor | None = None  # a scalar that the latest pass adds to the loss; None: nothing
+    drawn: int = 0  # numbers that it draws for an example: noise is (B, drawn); 0: unknown
 
     def __getstate__(self) -> dict[str, object]:
         """Without the state of a pass: its graph cannot be copied."""

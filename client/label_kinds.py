@@ -25,14 +25,7 @@ Slope = Callable[[Tensor], Tensor]  # a label of one example -> the loss's deriv
 
 @dataclass(frozen=True, eq=False)
 class LabelKind:
-    """One class of several: y (B,) int64, or at an attacker probabilities (B, classes). The base of the other kinds.
-
-    Args:
-        public: labels (N, ...) of the attacker's public examples; default: none, which only this base works without.
-        tried: outputs of the network for a few public examples, their labels and the network's inputs, which the loss takes;
-            None: logits (B, classes).
-        threshold: the output at which a prediction of 0 or 1 turns; NaN: outputs are other numbers than labels, such as logarithms.
-    """
+    """One class of several: y (B,) int64, or at an attacker probabilities (B, classes). The base of the other kinds."""
 
     noun: ClassVar[str] = "one class"
     metric: ClassVar[str] = "label_accuracy"  # of restored labels
@@ -40,9 +33,10 @@ class LabelKind:
     utility: ClassVar[str] = "accuracy"  # of the trained network
     few: ClassVar[bool] = True  # so that all labels of an example can be tried
 
+    # labels (N, ...) of the attacker's public examples, which only this base works without
     public: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    tried: tuple[Tensor, Tensor, Tensor] | None = None
-    threshold: float = 0.0
+    tried: tuple[Tensor, Tensor, Tensor] | None = None  # outputs, labels, inputs of a few; None: logits (B, classes)
+    threshold: float = 0.0  # the output at which a prediction turns; NaN: outputs are no labels, such as logarithms
 
     def width(self, classes: int) -> int:
         """Count the free numbers of a label that is optimised."""

@@ -353,16 +353,12 @@ class ControlledSGD(local_sgd):
     With every client in every round, and a server that averages, c is the last move of the global weights over
     -(steps * rate). So a round's correction is the global weights less the end of the client's own gradients in its last
     round, and only weights and updates travel. It uses the sent update, after any defense.
-
-    Attributes:
-        correction: correction of this round; None in a client's first round.
-        corrected: the update without the correction, for an attacker who knows it: only the sum of the gradients.
     """
 
     remembers = True
 
-    correction: Correction | None = None
-    corrected: bool = False
+    correction: Correction | None = None  # of this round; None in a client's first
+    corrected: bool = False  # the update is without the correction, for an attacker who knows it
 
     @property
     def one_gradient(self) -> bool:

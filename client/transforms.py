@@ -218,15 +218,10 @@ class StatefulTransform(Link):
 
 @dataclass(frozen=True)
 class GroupMean(Link):
-    """The mean of several clients' updates, each computed from its part of the examples; last in the chain.
+    """The mean of several clients' updates, each computed from its part of the examples; last in the chain."""
 
-    Args:
-        members: clients, with equally many examples each, one client's after the other's.
-        together: their noise-free mean equals one client's update on all the examples, so no split is needed.
-    """
-
-    members: int
-    together: bool = False
+    members: int  # clients, with equally many examples each, one client's after the other's
+    together: bool = False  # their noise-free mean equals one client's update on all the examples: no split is needed
 
     def __call__(self, compute: UpdateFn) -> UpdateFn:
         if self.together:

@@ -36,26 +36,15 @@ class NoGuarantee(ValueError):
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Clipping, then noise, as one mechanism.
-
-    Args:
-        noise: its distribution.
-        record: the noise's sigma (normal) or scale (Laplace), divided by the largest change of the release if one example is
-            left out.
-        client: the same if all of a client's examples are left out.
-        uses: the most releases of a round that depend on one example.
-        releases: the releases of a round.
-        sampled: whether a round depends only on the examples of its batch.
-        step: grid spacing in units of sigma (or scale); 0 means floating-point noise.
-    """
+    """Clipping, then noise, as one mechanism."""
 
     noise: Literal["normal", "laplace"]
-    record: float
-    client: float
-    uses: int
-    releases: int
-    sampled: bool = True
-    step: float = 0.0
+    record: float  # the noise's sigma (or scale) over the largest change of a release if one example is left out
+    client: float  # the same if all of a client's examples are left out
+    uses: int  # the most releases of a round that depend on one example
+    releases: int  # of a round
+    sampled: bool = True  # a round depends only on the examples of its batch
+    step: float = 0.0  # grid spacing in units of sigma (or scale); 0: floating-point noise
 
 
 def mechanism(chain: Chain, batch_size: int, model: nn.Module | None = None) -> Mechanism:

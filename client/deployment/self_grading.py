@@ -22,15 +22,10 @@ NOT_ALLOWED = "the owner does not allow it"
 
 @dataclass(frozen=True)
 class GradingAnswer:
-    """A client's answer about a round.
+    """A client's answer about a round, by attack."""
 
-    Args:
-        psnr: by attack, for each image in order, paired one to one with the batch; dB, rounded, at most 60.
-        refused: by attack, why there is no score.
-    """
-
-    psnr: Mapping[str, tuple[float, ...]]
-    refused: Mapping[str, str]
+    psnr: Mapping[str, tuple[float, ...]]  # of each image, paired one to one with the batch; dB, rounded, at most 60
+    refused: Mapping[str, str]  # why there is no score
 
 
 def batch_to_grade(owner: OwnerConfig, state: ClientFolder, run: int, round: int) -> Batch:

@@ -21,18 +21,12 @@ from fedgauge.client.update import Batch
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """A client's batch in a round.
+    """A client's batch in a round."""
 
-    Args:
-        run: Flower's number of the run.
-        digest: of the examples: if the owner's data changes, the same rows mean other examples.
-        sent: whether the update left. The server learns nothing about a withheld update.
-    """
-
-    run: int
+    run: int  # Flower's number
     rows: tuple[int, ...]
-    digest: str
-    sent: bool = False
+    digest: str  # of the examples: if the owner's data changes, the same rows mean other examples
+    sent: bool = False  # the update left; the server learns nothing about a withheld one
 
 
 @dataclass(frozen=True)

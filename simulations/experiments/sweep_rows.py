@@ -33,45 +33,30 @@ DOUBT = "little leakage proves nothing"
 
 @dataclass(frozen=True)
 class SweepRow:
-    """Result of one attack under one defense with one seed, with the cost of the defense.
-
-    Args:
-        accuracy: on the test images after the last round.
-        mean, low, high, best: of `metric` over all attacked examples, with its 95 % interval clustered by client.
-        augmented: mean against the examples as trained on, where the defense changed them.
-        baseline: best mean of a guess that reads no update; limit: the error of the best attacker who knows the labels,
-            if the images of a class were Gaussian; bound: of any attacker, whatever the images are; both where noise allows one.
-        of_error: as the limits, the PSNR of the mean squared error over all attacked examples; gap: limit less of_error, in dB.
-        epsilon: for replacing one record, over the rounds that were run, if a guarantee holds.
-        n: graded examples; failed: attacked examples without a grade.
-        reason: why there is no number, why some are missing, or why a low one proves nothing.
-        metric: by which the attacks are compared, or the question of membership; an older sweep's rows do not name it.
-        detected: share of members that a membership test detects at 1 % false positives.
-        exact: the best is an exact hit, which is inf here and in CSV, and null in JSON.
-    """
+    """Result of one attack under one defense with one seed, with the cost of the defense."""
 
     defense: str
     attack: str
     seed: int
-    accuracy: float | None = None
-    mean: float | None = None
-    low: float | None = None
+    accuracy: float | None = None  # on the test images after the last round
+    mean: float | None = None  # of `metric` over all attacked examples
+    low: float | None = None  # of its 95 % interval, clustered by client
     high: float | None = None
     best: float | None = None
-    augmented: float | None = None
-    baseline: float | None = None
-    limit: float | None = None
-    epsilon: float | None = None
-    n: int = 0
-    failed: int = 0
-    reason: str = ""
+    augmented: float | None = None  # mean against the examples as trained on, where the defense changed them
+    baseline: float | None = None  # best mean of a guess that reads no update
+    limit: float | None = None  # of the best attacker who knows the labels, if the images of a class were Gaussian
+    epsilon: float | None = None  # for replacing one record, over the rounds that were run, if a guarantee holds
+    n: int = 0  # graded examples
+    failed: int = 0  # attacked examples without a grade
+    reason: str = ""  # why there is no number, why some are missing, or why a low one proves nothing
     run: str = ""
-    metric: str = ImageModality.main.metric
-    detected: float | None = None
-    of_error: float | None = None
-    bound: float | None = None
-    gap: float | None = None
-    exact: bool = False
+    metric: str = ImageModality.main.metric  # or the question of membership; an older sweep's rows do not name it
+    detected: float | None = None  # share of members that a membership test detects at 1 % false positives
+    of_error: float | None = None  # as the limits, the PSNR of the mean squared error over all attacked examples
+    bound: float | None = None  # as limit, of any attacker, whatever the images are
+    gap: float | None = None  # limit less of_error, in dB
+    exact: bool = False  # the best is an exact hit, which is inf here and in CSV, and null in JSON
 
 
 def is_done(path: Path) -> bool:

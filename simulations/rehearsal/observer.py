@@ -58,49 +58,33 @@ class Step:
 
 @dataclass
 class Training:
-    """One client's training in one round.
+    """One client's training in one round."""
 
-    Attributes:
-        network: the first module that a pass with gradients called and that has parameters to train.
-        x, y: inputs and labels of each pass; in the end, of those that a backward pass reached.
-        output, outputs: shape of the network's output, and its values in the last passes, by pass.
-        losses: name and options of each loss that was computed from a pass.
-        used: numbers of the passes that a backward pass reached.
-        scales: of each backward pass, the value that was minimised by the loss that was computed from it.
-        dp: noise multiplier and clipping norm of Opacus' optimizer.
-        start: the network's state before the first pass, of the process's first training.
-        proximal_mu: the weight of FedProx's term, if the server sends one.
-        pad: the token id at positions that an attention mask hides.
-        tokenizers: those in memory at the process's first pass with token ids; most apps drop them afterwards.
-        notes: what a scenario cannot express, by code.
-        uploads: arrays were sent, and arrays came back.
-    """
-
-    network: nn.Module | None = None
-    x: list[Tensor] = field(default_factory=list)
-    y: list[Tensor | None] = field(default_factory=list)
-    output: tuple[int, ...] = ()
-    outputs: dict[int, Tensor] = field(default_factory=dict)
-    losses: dict[str, dict[str, Any]] = field(default_factory=dict)
-    scales: list[float] = field(default_factory=list)
+    network: nn.Module | None = None  # the first module with parameters to train that a pass with gradients called
+    x: list[Tensor] = field(default_factory=list)  # inputs of each pass; in the end, of those that are used
+    y: list[Tensor | None] = field(default_factory=list)  # labels of the same
+    output: tuple[int, ...] = ()  # shape of the network's output
+    outputs: dict[int, Tensor] = field(default_factory=dict)  # its values in the last passes, by pass
+    losses: dict[str, dict[str, Any]] = field(default_factory=dict)  # name and options of each loss of a pass
+    scales: list[float] = field(default_factory=list)  # what each backward pass minimised, by the loss of its passes
     steps: list[Step] = field(default_factory=list)
     trained: set[int] = field(default_factory=set)
     moved: set[int] = field(default_factory=set)  # parameters of the last step
     with_slopes: set[int] = field(default_factory=set)  # parameters that had a gradient in a step
     optimised: set[int] = field(default_factory=set)  # parameters that an optimizer was given
-    used: set[int] = field(default_factory=set)
+    used: set[int] = field(default_factory=set)  # passes that a backward pass reached
     cleared: set[int] = field(default_factory=set)  # passes whose gradients were set to zero
     passes: int = 0
     built: list[Built] = field(default_factory=list)
     modes: dict[str, bool] = field(default_factory=dict)
     normalised: tuple[list[float], list[float]] | None = None
-    dp: dict[str, float] | None = None
-    start: dict[str, Tensor] | None = None
-    proximal_mu: float | None = None
-    pad: int | None = None
-    tokenizers: list[Any] = field(default_factory=list)
-    notes: dict[str, str] = field(default_factory=dict)
-    uploads: bool = False
+    dp: dict[str, float] | None = None  # noise multiplier and clipping norm of Opacus' optimizer
+    start: dict[str, Tensor] | None = None  # the network's state before the first pass, of the process's first training
+    proximal_mu: float | None = None  # the weight of FedProx's term, if the server sends one
+    pad: int | None = None  # the token id at positions that an attention mask hides
+    tokenizers: list[Any] = field(default_factory=list)  # in memory at the first pass; most apps drop them then
+    notes: dict[str, str] = field(default_factory=dict)  # what a scenario cannot express, by code
+    uploads: bool = False  # arrays were sent, and arrays came back
     bytes: int = 0
     depth: int = 0
     back: bool = False  # within a backward pass

@@ -88,7 +88,7 @@ def _facts(seen: Training, name: str, language: Mapping[str, Any] | None, folder
     """Return the facts of a training as JSON; inputs and labels in a separate file, sentences padded."""
     network = None if seen.network is None else unwrapped(seen.network)
     kept = ("output", "losses", "scales", "proximal_mu", "normalised", "dp", "notes")
-    facts = {key: getattr(seen, key) for key in kept} | {
+    facts: dict[str, Any] = {key: getattr(seen, key) for key in kept} | {
         "network": None if network is None else type(network).__name__,
         "outside": 0,
         "reconstructs": False,
