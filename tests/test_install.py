@@ -22,7 +22,7 @@ from fedgauge.server.store.run import Run
 from fedgauge.simulations.run import processes
 from fedgauge.simulations.run.launch import child_environment
 from tests.server.strategy.test_three_apps import QUICKSTART
-from tests.waiting import wait_for
+from tests.waiting import free_port, listens, wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("client", "defenses", "attacks", "server", "simulations")
@@ -166,7 +166,7 @@ def test_the_doctor_finds_everything_in_a_users_folder(python: Path, folder: Pat
 @pytest.mark.skipif(sys.platform != "linux", reason="finds children by /proc: Linux")
 def test_a_foreign_app_is_recorded_under_flower(python: Path, folder: Path, tmp_path: Path) -> None:
     audit, record = QUICKSTART.write_audit(tmp_path), tmp_path / "theirs"
-    mark, port = uuid.uuid4().hex, processes.free_port()
+    mark, port = uuid.uuid4().hex, free_port()
     (tmp_path / "home").mkdir()
     links = {"default": "here", "here": {"address": f"127.0.0.1:{port}", "insecure": True}}
     (tmp_path / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
@@ -176,7 +176,7 @@ def test_a_foreign_app_is_recorded_under_flower(python: Path, folder: Path, tmp_
     superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--port", str(port)]
     process = processes.start([str(python.parent / superlink[0]), *superlink[1:]], tmp_path / "superlink.log", env)
     try:
-        wait_for(lambda: processes.listens(port), 90, process=process)
+        wait_for(lambda: listens(port), 90, process=process)
         federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
         flwr = [str(python.parent / "flwr")]
         config = f'audit="{audit}" record-to="{record}" examples=1'

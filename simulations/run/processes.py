@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -86,9 +85,3 @@ def marked(mark: str, variable: str = MARK) -> list[int]:
     found = psutil.process_iter(["environ"])  # None: a zombie's, or another user's
     carry = [p.pid for p in found if (p.info["environ"] or {}).get(variable) == mark]
     return [pid for pid in carry if pid != os.getpid() and is_running(pid)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

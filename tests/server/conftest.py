@@ -30,7 +30,7 @@ from fedgauge.server.strategy.reply_checks import AcceptedReply, RoundReplies
 from fedgauge.server.update_recorder import UpdateRecorder
 from fedgauge.simulations.run import in_memory, processes
 from fedgauge.simulations.run.launch import child_environment
-from tests.waiting import wait_for
+from tests.waiting import free_port, listens, wait_for
 from tests.wire import travel
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
@@ -149,7 +149,7 @@ def run_under_flower(
     (scratch / "app" / "pyproject.toml").write_text(tomli_w.dumps(project))
     # where torchvision's wheel is not torch's: a node's process imports the app first
     (scratch / "app" / app / "__init__.py").write_text("import fedgauge.client\n")
-    port = processes.free_port()
+    port = free_port()
     (scratch / "home").mkdir()
     links = {"default": "here", "here": {"address": f"127.0.0.1:{port}", "insecure": True}}
     (scratch / "home" / "config.toml").write_text(tomli_w.dumps({"superlink": links}))
@@ -159,7 +159,7 @@ def run_under_flower(
     superlink = ["flower-superlink", "--insecure", "--simulation", "--isolation", "subprocess", "--port", str(port)]
     process = processes.start(superlink, folder / "superlink.log", env)
     try:
-        wait_for(lambda: processes.listens(port), 90, process=process)
+        wait_for(lambda: listens(port), 90, process=process)
         federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=1 init-args-log-to-driver=false"
         command = ["flwr", "run", str(scratch / "app"), "here", "--stream", "--federation-config", federation]
         told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)

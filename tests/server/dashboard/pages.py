@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from fedgauge.attacks.score_rows import ScoreRecord
 from fedgauge.server.dashboard.web import page_server
 from fedgauge.server.store.run import Run
-from fedgauge.simulations.run.processes import free_port
+from tests.waiting import free_port
 
 Get = Callable[..., Any]
 

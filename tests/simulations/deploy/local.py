@@ -15,9 +15,8 @@ from fedgauge.server.child_processes import scratch_folder
 from fedgauge.simulations.deploy.folder import Deployment
 from fedgauge.simulations.deploy.train import register
 from fedgauge.simulations.run import launch, processes
-from fedgauge.simulations.run.processes import free_port
 from fedgauge.simulations.run.simulate import Interrupt
-from tests.waiting import listens, wait_for
+from tests.waiting import free_port, listens, wait_for
 
 LOOPBACK, RUN = "127.0.0.1", "a-run"
 COMPOSE = Path(__file__).resolve().parents[3] / "docker-compose.yml"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedgauge.simulations.deploy.folder import FORMAT, Deployment
-from fedgauge.simulations.run.processes import free_port
+from tests.waiting import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 # an engine that answers what a test lets it answer; the real one is tried by tests/load/containers.sh
