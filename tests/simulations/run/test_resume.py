@@ -116,7 +116,7 @@ def test_a_deployments_run_is_not_gone_on_with_as_a_simulation(
     with stopped.ledger() as ledger:
         ledger.set_meta(mode="deployment")
         before = ledger.rounds()
-    assert "fedgauge deploy up" in refused(stopped, capsys)
+    assert "./compose.sh FOLDER up" in refused(stopped, capsys)
     with stopped.ledger() as ledger:
         assert [tuple(r) for r in ledger.rounds()] == [tuple(r) for r in before], "nothing is trained"
     path = stopped.folder / "checkpoint.json"
