@@ -12,14 +12,10 @@ import inspect
 import itertools
 import os
 import sys
-import threading
 import tomllib
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -87,134 +83,61 @@ def curious(strategy: S, audit: str | Path, run: str | Path, allow: Sequence[str
     if "start" in vars(strategy) or not inspect.isfunction(inspect.getattr_static(kind, "start")):
         say(WARNING, "fedgauge records nothing: start of %s is not a method; use tap(grid, ...)", kind.__name__)
         return strategy
-    _CURIOUS[id(strategy)] = asked = _Curious(functools.partial(_open, audit, run, allow, _caller()))
-    weakref.finalize(strategy, asked.forget, id(strategy), kind.__name__)
+    never = weakref.finalize(strategy, say, WARNING, NEVER_STARTED, kind.__name__)
+    weakref.finalize(strategy, _CURIOUS.pop, id(strategy), None)
+    _CURIOUS[id(strategy)] = functools.partial(_open, audit, run, allow, _caller()), never.detach
     _watch_start(kind)
     return strategy
 
 
-@dataclass(eq=False)
-class _Curious:
-    """Settings for recording a curious strategy, and whether it was ever started."""
-
-    open: Callable[[], AppRecorder | None]
-    started: bool = False
-
-    def forget(self, key: int, name: str) -> None:
-        """Warn that a strategy which is gone was never started."""
-        _CURIOUS.pop(key, None)
-        if not self.started:
-            words = "fedgauge recorded nothing: start() of the %s was never called; if another wraps it, curious() takes that"
-            say(WARNING, words, name)
-
-
-_CURIOUS: dict[int, _Curious] = {}  # by the strategy's id
+# by the strategy's id: what opens its recording, and what to call when it starts
+_CURIOUS: dict[int, tuple[Callable[[], AppRecorder | None], Callable[[], object]]] = {}
+NEVER_STARTED = (
+    "fedgauge recorded nothing: start() of the %s was never called; if another wraps it, curious() takes that"
+)
 
 
 def _watch_start(kind: type[Strategy]) -> None:
     """Let a class's `start` tap the grid of those strategies that are curious; for all others it is as before."""
-    start = kind.start
+    start: Any = kind.start
     if hasattr(start, "_fedgauge"):
         return
 
     @functools.wraps(start)
     def watched(self: Strategy, *args: Any, **options: Any) -> Any:
-        with _opening(self, args, options) as open:
-            return _started(functools.partial(start, self), args, options, open)
+        asked = _CURIOUS.pop(id(self), None)  # so that a start that calls its parent's taps once
+        if asked is None:
+            return start(self, *args, **options)
+        open, note_start = asked
+        note_start()
+        try:
+            return _recorded(functools.partial(start, self), args, options, open)
+        finally:
+            _CURIOUS[id(self)] = asked
 
-    @functools.wraps(start)
-    async def awaited(self: Strategy, *args: Any, **options: Any) -> Any:
-        with _opening(self, args, options) as open:
-            return await _awaited(functools.partial(start, self), args, options, open)
-
-    now: Any = awaited if inspect.iscoroutinefunction(start) else watched
+    now: Any = watched
     now._fedgauge = True
     kind.start = now  # type: ignore[method-assign]
 
 
-Open = Callable[[], AppRecorder | None]
-
-
-@contextmanager
-def _opening(strategy: Strategy, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[Open | None]:
-    """Yield what opens the recording of a `start`; None for a strategy that is not curious."""
-    asked = _CURIOUS.pop(id(strategy), None)  # so that a start that calls its parent's taps once
-    if asked is None:
-        yield None
-        return
-    # called by a start that returned before its training
-    within = asked.started and any(type(value) is Tap for value in (*args, *options.values()))
-    asked.started = True
-    try:
-        yield None if within else asked.open
-    finally:
-        _CURIOUS[id(strategy)] = asked
-
-
-def _tapped(
-    args: tuple[Any, ...], options: dict[str, Any], open: Open | None
-) -> tuple[AppRecorder | None, tuple[Any, ...], dict[str, Any]]:
-    """Return the recorder, if any, and the arguments of a `start` with their grid tapped."""
-    if open is None:
-        return None, args, options
+def _recorded(
+    start: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], open: Callable[[], AppRecorder | None]
+) -> Any:
+    """Call `start` as the app did, with its grid tapped; if it returns before its training ends, the grid ends the recording."""
     grid = next((arg for arg in (*args, *options.values()) if hasattr(arg, "send_and_receive")), None)
     if grid is None:
         say(WARNING, "fedgauge records nothing: start() was given no grid; use tap(grid, ...)")
-    if grid is None or (recorder := open()) is None:
-        return None, args, options
-    tapped_grid = tapped(grid, recorder)
-    given = {k: tapped_grid if arg is grid else arg for k, arg in options.items()}
-    return recorder, tuple(tapped_grid if arg is grid else arg for arg in args), given
-
-
-def _started(start: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], open: Open | None) -> Any:
-    """Call `start` as the app did, with its grid tapped."""
-    recorder, args, options = _tapped(args, options, open)
-    if recorder is None:
+    # a tapped one is of a start that returned before its training, and calls its parent's now
+    if grid is None or type(grid) is Tap or (recorder := open()) is None:
         return start(*args, **options)
-    threads = {*threading.enumerate()}
+    own = tapped(grid, recorder)
+    args = tuple(own if arg is grid else arg for arg in args)
     with recorder.training():
-        result = start(*args, **options)
+        result = start(*args, **{k: own if arg is grid else arg for k, arg in options.items()})
     if isinstance(result, Result):
         recorder.evaluated(result.evaluate_metrics_serverapp)
         recorder.close()
-        return result
-    if isinstance(result, Future):
-        with suppress(Exception):  # a kind of the app's own
-            result.add_done_callback(functools.partial(_done, recorder))
-    held = [weakref.ref(value) for value in (*args, *options.values()) if type(value) is Tap]
-    del args, options
-    goes_on = (
-        any(grid() is not None for grid in held) and {*threading.enumerate()} - threads
-    )  # in a thread that the app started
-    if not goes_on and not isinstance(result, Awaitable | Iterator | AsyncIterator | Future):
-        recorder.close()
-    return result  # if it has yet to train, the recording ends with its grid
-
-
-async def _awaited(start: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], open: Open | None) -> Any:
-    """Await `start` as the app did, with its grid tapped; the recording ends with the grid, or by an exception."""
-    recorder, args, options = _tapped(args, options, open)
-    if recorder is None:
-        return await start(*args, **options)
-    try:
-        result = await start(*args, **options)
-    except BaseException as error:  # also that of a garbage collection, which must wait for nothing
-        recorder.end("failed" if isinstance(error, Exception) else "interrupted")
-        raise
-    if isinstance(result, Result):
-        recorder.evaluated(result.evaluate_metrics_serverapp)
     return result
-
-
-def _done(recorder: AppRecorder, result: "Future[Any]") -> None:
-    """Record how a start in another thread ended."""
-    if result.cancelled():
-        return
-    if result.exception() is not None:
-        recorder.end("failed")
-    elif isinstance(result.result(), Result):
-        recorder.evaluated(result.result().evaluate_metrics_serverapp)
 
 
 class Tap:
