@@ -409,38 +409,23 @@ class Exchange:
 
 
 class _RoundNumbers:
-    """Rounds as the app counts them, else counted; where a node is asked again in a round, or rounds begin again, counted on.
-
-    Falling numbers of a node begin a new epoch; the n-th message to a node in one of the app's rounds is a round of its own.
-    """
+    """Rounds as the app counts them, else counted; one that a node has answered, or an earlier number, begins a new round."""
 
     def __init__(self) -> None:
-        self._last = self._epoch = 0
-        self._counted = 1  # where the app names no round
-        self._of_node: dict[int, tuple[int, int, int]] = {}  # epoch, the app's number, earlier messages with it
-        self._rounds: dict[tuple[int, int, int], int] = {}
+        self._last = 0
+        self._given: int | None = None  # the app's number of the last round
+        self._nodes: set[int] = set()  # asked in it
 
     def of(self, node: int, given: int | None) -> int:
-        epoch, before, times = self._of_node.get(node, (self._epoch, 0, -1))
-        if given is None:
-            self._counted += before == self._counted and times >= 0
-            given = self._counted
-        self._counted = max(self._counted, given)
-        if given < before:
-            epoch += 1
-        key = epoch, given, times + 1 if given == before else 0
-        self._epoch, self._of_node[node] = max(self._epoch, epoch), key
-        if key not in self._rounds:
-            free = key == (0, given, 0) and given not in self._rounds.values()
-            self._rounds[key] = given if free else self._last + 1
-            self._last = max(self._last, self._rounds[key])
-        return self._rounds[key]
+        if not self._last or node in self._nodes or given not in (None, self._given):
+            self._last, self._given, self._nodes = max(self._last + 1, given or 0), given, set()
+        self._nodes.add(node)
+        return self._last
 
     def unanswered(self, node: int, round: int) -> None:
         """Note that a node did not answer: if it is asked once more in this round, it is the same round."""
-        epoch, given, times = self._of_node[node]
-        if self._rounds.get((epoch, given, times)) == round:
-            self._of_node[node] = epoch, given, times - 1
+        if round == self._last:
+            self._nodes.discard(node)
 
 
 @contextmanager
