@@ -1,5 +1,6 @@
 """Tables of results: by round, over all rounds, of membership, and by client."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
@@ -182,8 +183,9 @@ def clients(reading: RunSnapshot, metric: str) -> Clients:
     rows = counted_of_all(reading.scores, metric)
     rows = rows.where(rows.by_attacks & rows.named(metric) & ~np.isnan(rows.value)).leakiest(metric)
     lines: list[tuple[float, list[Cell]]] = []
-    for client in sorted({client for client, _ in reading.participation}):
-        own, statuses = rows.where(rows.client == client), (reading.participation[client, s] for s in STATUSES)
+    participation = Counter((o["client"], o["status"]) for o in reading.observations)
+    for client in sorted({client for client, _ in participation}):
+        own, statuses = rows.where(rows.client == client), (participation[client, s] for s in STATUSES)
         if not len(own):
             lines.append((np.inf, [client, None, None, None, 0, *statuses]))
             continue

@@ -1,6 +1,5 @@
 """Snapshot of a run, from which every view is computed."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -176,7 +175,8 @@ class RunSnapshot:
             LedgerError: the run cannot be read.
         """
         with self.lock, self.ledger.snapshot():
-            if (version := (self.ledger.version, state_of(self.run, self.ledger))) != self.version:
+            self.state = state_of(self.run, self.ledger)
+            if (version := (self.ledger.version, self.state)) != self.version:
                 self.read()
                 self.version = version
             yield self
@@ -186,6 +186,7 @@ class RunSnapshot:
         ledger, planned = self.ledger, self.ledger.planned()
         self.views.clear()
         self.meta, self.progress = ledger.meta(), ledger.progress()
+        self.attacks: list[Any] = ledger.attacks()
         self.rounds = {row["round"]: dict(row) for row in ledger.rounds()}
         if "rounds" in self.meta:  # a user's own app decides
             self.tables = {**self.tables, "rounds": int(self.meta["rounds"])}
@@ -208,23 +209,8 @@ class RunSnapshot:
 
     @property
     @viewed
-    def state(self) -> State:
-        return state_of(self.run, self.ledger)
-
-    @property
-    @viewed
     def observations(self) -> list[Any]:
         return self.ledger.observations()
-
-    @property
-    @viewed
-    def attacks(self) -> list[Any]:
-        return self.ledger.attacks()
-
-    @property
-    @viewed
-    def participation(self) -> Counter[tuple[int, str]]:
-        return Counter((o["client"], o["status"]) for o in self.observations)
 
     @property
     def answered(self) -> set[tuple[int, int]]:
