@@ -1,8 +1,6 @@
 """Accounted epsilons, and the epsilons that canaries measure in one run."""
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,10 +10,8 @@ from torch import Tensor
 from fedgauge.attacks.membership.canary_epsilon import CANARY, gaussian_epsilon
 from fedgauge.attacks.membership.one_run import EVIDENCE, GuessBound, guess_bound
 from fedgauge.client.components import SpecError
-from fedgauge.defenses.accounting import Accountant, NoGuarantee, PrivacyStatement, privacy_statement, records_of
-from fedgauge.server.store.ledger import Ledger
+from fedgauge.defenses.accounting import Accountant, NoGuarantee, PrivacyStatement, privacy_statement
 from fedgauge.server.store.ledger_types import repeated
-from fedgauge.server.store.scenario import Scenario
 from fedgauge.server.views.formatting import many
 from fedgauge.server.views.intervals import NORMAL_95
 from fedgauge.server.views.participation import rounds_seen
@@ -27,51 +23,18 @@ MOST = 1e6  # a canary's score is clipped to
 
 @viewed
 def spent_in(reading: RunSnapshot) -> PrivacyStatement:
-    """Return the largest epsilons that any client has spent; None, with the reason, if there is none."""
+    """Return the largest epsilons that any client has spent, also one without a recorded reply; None, with the reason, if none."""
     try:
-        spending = Spending(reading.scenario, reading.ledger, reading.answered)
+        scenario = reading.scenario
     except SpecError as error:
         return PrivacyStatement(None, None, math.nan, f"No epsilon on this machine: {error}.")
-    statement = spending.of_all()
-    assumed = ", as the clients are assumed to defend" if reading.ledger.deployed else ""
+    ledger, meta, seen = reading.ledger, reading.meta, rounds_seen(scenario.protocol, reading.answered)
+    # a deployment's clients may have answered twice, and in a round that is not recorded
+    under_way = ledger.deployed and ledger.last_round() < int(meta.get("rounds") or scenario.protocol.rounds)
+    rounds = {client: len(seen.get(client, ())) + repeated(meta) + under_way for client in (0, *seen)}
+    statement = privacy_statement(scenario.federation, rounds, scenario.privacy.delta, not ledger.deployed)
+    assumed = ", as the clients are assumed to defend" if ledger.deployed else ""
     return replace(statement, words=f"Differential privacy{assumed}: {statement.words}.")
-
-
-class Spending:
-    """Privacy loss of a run's clients.
-
-    Args:
-        answered: round and client of every update that may have been sent.
-    """
-
-    def __init__(self, scenario: Scenario, ledger: Ledger, answered: Iterable[tuple[int, int]]) -> None:
-        meta = ledger.meta()
-        self._federation, self.delta, self._secret = scenario.federation, scenario.privacy.delta, not ledger.deployed
-        self._seen = {c: sorted(rounds) for c, rounds in rounds_seen(scenario.protocol, answered).items()}
-        self._again, self._last = repeated(meta), ledger.last_round()
-        # a deployment's clients may have answered in a round that is not recorded
-        self._under_way = int(ledger.deployed and self._last < int(meta.get("rounds") or scenario.protocol.rounds))
-        self._known: dict[tuple[int, int], float | None] = {}
-
-    def _rounds(self, client: int, until: float = math.inf) -> int:
-        """Return the number of rounds in which a client may have answered, up to one."""
-        under_way = self._under_way if until >= self._last else 0
-        return bisect_right(self._seen.get(client, ()), until) + self._again + under_way
-
-    def of_all(self) -> PrivacyStatement:
-        """Return the most that any client has spent, also one without a recorded reply."""
-        return self._statement({client: self._rounds(client) for client in (0, *self._seen)})
-
-    def record(self, client: int, until: int) -> float | None:
-        """Return the epsilon of one record by the end of a round; None if none holds."""
-        rounds = self._rounds(client, until)
-        key = rounds, records_of(self._federation, client)
-        if key not in self._known:
-            self._known[key] = self._statement({client: rounds}).record
-        return self._known[key]
-
-    def _statement(self, rounds: Mapping[int, int]) -> PrivacyStatement:
-        return privacy_statement(self._federation, rounds, self.delta, self._secret)
 
 
 @dataclass(frozen=True)

@@ -3,35 +3,23 @@
 import csv
 import io
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from fedgauge.client.components import SpecError
 from fedgauge.client.files import writing
 from fedgauge.server.store import run_files
 from fedgauge.server.store.run import Run
-from fedgauge.server.views.privacy import Spending
-from fedgauge.server.views.snapshot import read_once
 from fedgauge.server.views.tables import Cell
 
 OF_SCORES = ("round", "client", "attack", "example", "metric", "value", "status", "seconds", "knowledge")
-COLUMNS = ("run", *OF_SCORES, "epsilon", "delta")
+COLUMNS = ("run", *OF_SCORES)
 
 
 def rows(run: Run) -> Iterator[list[Cell]]:
-    """Yield every score in a stable order, with the values of COLUMNS; example -1 is the whole batch.
-
-    Epsilon is the client's loss for one record by the end of the round; None if unknown.
-    """
-    with read_once(run) as reading:
-        spending: Spending | None = None
-        with suppress(SpecError):
-            spending = Spending(reading.scenario, reading.ledger, reading.answered)
-        for row in reading.ledger.scores():
-            epsilon = None if spending is None else spending.record(row["client"], row["round"])
-            delta = None if spending is None or epsilon is None else spending.delta
-            yield [run.name, *(row[key] for key in OF_SCORES), epsilon, delta]
+    """Yield every score in a stable order, with the values of COLUMNS; example -1 is the whole batch."""
+    with run.ledger(readonly=True) as ledger, ledger.snapshot():
+        for row in ledger.scores():
+            yield [run.name, *(row[key] for key in OF_SCORES)]
 
 
 def write_csv(run: Run, out: TextIO) -> None:

@@ -1,7 +1,5 @@
 """Limits, certificates and epsilon in the report of a run with noise."""
 
-import csv
-import io
 import math
 from pathlib import Path
 from statistics import NormalDist
@@ -12,13 +10,11 @@ from fedgauge.attacks.base import LIMITS
 from fedgauge.defenses.accounting import privacy_statement
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve
-from fedgauge.server.store.ledger_types import DEPLOYMENT, REPEATED, Participation
+from fedgauge.server.store.ledger_types import Participation
 from fedgauge.server.store.run import Run
 from fedgauge.server.views.gate import Threshold, gate_of_run
-from fedgauge.server.views.participation import may_have_sent
-from fedgauge.server.views.privacy import Spending, spent_in
+from fedgauge.server.views.privacy import spent_in
 from fedgauge.server.views.snapshot import read_once
-from fedgauge.simulations.reports.export import write_csv
 from tests.simulations.reports.report_pages import NOISY, page_of, taped
 from tests.small_runs import scenario
 
@@ -31,12 +27,6 @@ def hidden(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = taped(tmp_path_factory.mktemp("runs") / "hidden", scenario(chain=NOISY, attack=FEW))
     serve(run, LocalExecutor())
     return run
-
-
-def exported(run: Run) -> str:
-    out = io.StringIO()
-    write_csv(run, out)
-    return out.getvalue()
 
 
 def test_a_chain_with_noise_gets_its_limit_next_to_the_attacks(hidden: Run) -> None:
@@ -93,40 +83,21 @@ def test_epsilon_is_reported_with_the_figures(hidden: Run) -> None:
     chosen = hidden.scenario()
     expected = privacy_statement(chosen.federation, {0: 2, 1: 2})
     assert f"epsilon {expected.record:.3g} for" in page_of(hidden).words
-    rows = list(csv.DictReader(io.StringIO(exported(hidden))))
-    by_round = {int(r["round"]): float(r["epsilon"]) for r in rows}
-    assert by_round[2] == pytest.approx(expected.record)
-    assert by_round[1] == pytest.approx(privacy_statement(chosen.federation, {0: 1, 1: 1}).record)
-    assert {float(r["delta"]) for r in rows} == {1e-5}
 
 
-def test_a_withheld_update_counts_in_the_export_as_its_owner_counts_it(tmp_path: Path) -> None:
+def test_a_withheld_update_counts_as_its_owner_counts_it(tmp_path: Path) -> None:
     run = taped(tmp_path / "silent", scenario(chain=NOISY))
-    with run.ledger() as ledger:
-        for round, alarm in ((3, True), (4, None)):
+    for round, alarm, counted in ((3, True, 3), (4, None, 3)):
+        with run.ledger() as ledger:
             ledger.record_intake(round, [Participation(0, "missing", "no update", alarm=alarm)])
-        sent = [(o["round"], o["client"]) for o in ledger.observations() if may_have_sent(o, deployed=False)]
-        spending, federation = Spending(run.scenario(), ledger, sent), run.scenario().federation
-    for round, counted in ((2, 2), (3, 3), (4, 3)):
-        assert spending.record(0, round) == privacy_statement(federation, {0: counted}).record
-
-
-def test_a_deployments_export_and_page_say_the_same_epsilon(tmp_path: Path) -> None:
-    """Clients may have answered in the round in which the server died; the export did not count it."""
-    run = taped(tmp_path / "died", scenario(chain=NOISY, rounds=3, attack=[{"use": "analytic"}]))
-    serve(run, LocalExecutor())
-    with run.ledger() as ledger:
-        ledger.set_meta(mode=DEPLOYMENT, rounds="3", **{REPEATED: "1"})
-    with read_once(run) as reading:
-        told = spent_in(reading).record
-    rows = list(csv.DictReader(io.StringIO(exported(run))))
-    assert told == pytest.approx(max(float(r["epsilon"]) for r in rows))
+        with read_once(run) as reading:
+            expected = privacy_statement(reading.scenario.federation, {0: counted}).record
+            assert spent_in(reading).record == expected
 
 
 def test_a_gate_compares_the_exact_epsilon_and_not_the_five_digits_shown(hidden: Run) -> None:
     with read_once(hidden) as reading:
-        sent = [(o["round"], o["client"]) for o in reading.ledger.observations() if may_have_sent(o, deployed=False)]
-        exact = Spending(reading.scenario, reading.ledger, sent).of_all().record
+        exact = spent_in(reading).record
         assert exact is not None
         for bound, outcome in ((exact, "passed"), (math.nextafter(exact, 0), "failed")):
             (result,) = gate_of_run(reading, [Threshold("epsilon", bound)])
