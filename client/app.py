@@ -96,8 +96,7 @@ def train(message: Message, context: Context) -> Message:
     _remember(context, "memory", memory)
     reply = _reply(message, fed, update, buffers)
     if words := guard.report(results, round):
-        facts = {"words": words, "alarm": bool(results.alarms), "suspicion": results.suspicion}
-        reply.content["guard"] = ConfigRecord(facts)
+        reply.content["guard"] = ConfigRecord({"words": words, "alarm": bool(results.alarms)})
     return reply
 
 

@@ -59,9 +59,8 @@ class UpdateRecorder:
                     digest = f"{of_round}:{self._write(intake, a)}"
             except OSError as error:  # a full disk loses observations but never a round
                 why = f"not recorded: {error.strerror or error}"
-            guard = a.guard or GuardReport("", None, None)
-            words = why or guard.words
-            seen.append(Participation(a.client, "accepted", words, a.examples, digest, guard.alarm, guard.suspicion))
+            guard = a.guard or GuardReport("", None)
+            seen.append(Participation(a.client, "accepted", why or guard.words, a.examples, digest, guard.alarm))
         if not any(s.digest for s in seen):
             self.tape.forget(intake.round, ())
         if intake.undone:

@@ -82,7 +82,7 @@ class Ledger(JobQueue):
         """Record the participation in a round, and add its jobs in the same transaction."""
         with self._transaction() as db:
             db.executemany(
-                "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 [(round, *astuple(replace(s, reason=sanitised(s.reason)))) for s in seen],
             )
             if plan is not None:

@@ -24,7 +24,7 @@ UNKEEPABLE = (
     *(sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError),
     *(OverflowError, UnicodeEncodeError),
 )
-VERSION = 4  # of the schema
+VERSION = 5  # of the schema
 # SQLite checks types and bounds at each writing, and of a ledger from elsewhere when it is opened
 _PLACE = f"INTEGER NOT NULL CHECK ({{}} BETWEEN 0 AND {MOST})"
 _ROUND, _CLIENT = f"round {_PLACE.format('round')}", f"client {_PLACE.format('client')}"
@@ -35,7 +35,7 @@ SCHEMA = f"""
     ) STRICT;
     CREATE TABLE observations (
         {_ROUND}, {_CLIENT}, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
-        examples INTEGER, digest TEXT, alarm INTEGER, suspicion REAL, silent INTEGER,
+        examples INTEGER, digest TEXT, alarm INTEGER, silent INTEGER,
         PRIMARY KEY (round, client)
     ) STRICT, WITHOUT ROWID;
     CREATE TABLE problems (

@@ -56,7 +56,6 @@ class Participation:
 
     Args:
         alarm: if its guard suspects the weights; None: no report.
-        suspicion: of these weights by its guard; an alarm from 1 on.
         silent: of a missing client: it sent neither an update nor an error.
     """
 
@@ -66,7 +65,6 @@ class Participation:
     examples: int | None = None
     digest: str | None = None
     alarm: bool | None = None
-    suspicion: float | None = None
     silent: bool | None = None
 
 

@@ -20,7 +20,6 @@ from flwr.serverapp.strategy import Strategy
 from torch import Tensor
 
 from fedgauge.client.inspection.policy import WITHHELD
-from fedgauge.client.inspection.results import LARGEST
 from fedgauge.client.mods import tensors_of
 from fedgauge.client.protocol import Protocol
 from fedgauge.client.rng import seed_of
@@ -42,21 +41,17 @@ class GuardReport:
 
     Args:
         alarm: None: no guard said anything.
-        suspicion: 0 to LARGEST; None: it names none.
     """
 
     words: str
     alarm: bool | None
-    suspicion: float | None
 
     @classmethod
     def of(cls, message: Message) -> "GuardReport | None":
         """The report in a reply; None if there is none, or it is not one that a guard writes."""
         said = message.content.config_records.get("guard", ConfigRecord())
-        words, alarm, suspicion = (said.get(key) for key in ("words", "alarm", "suspicion"))
-        if not isinstance(words, str) or not isinstance(alarm, bool) or not isinstance(suspicion, float):
-            return None
-        return cls(f"guard: {words}", alarm, suspicion if 0 <= suspicion <= LARGEST else None)
+        words, alarm = said.get("words"), said.get("alarm")
+        return cls(f"guard: {words}", alarm) if isinstance(words, str) and isinstance(alarm, bool) else None
 
     @classmethod
     def together(cls, reports: Mapping[int, "GuardReport"]) -> "GuardReport | None":
@@ -64,8 +59,7 @@ class GuardReport:
         if not reports:
             return None
         words = "; ".join(f"client {client}: {report.words}" for client, report in reports.items())
-        suspicions = [report.suspicion for report in reports.values() if report.suspicion is not None]
-        return cls(words, any(report.alarm for report in reports.values()), max(suspicions, default=None))
+        return cls(words, any(report.alarm for report in reports.values()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Effects of a malicious server: messages, recovered examples, alarms, and accuracy."""
+"""Effects of a malicious server: messages, recovered examples, and alarms."""
 
 from collections.abc import Sequence
 
@@ -21,12 +21,11 @@ def server_attack_effects(reading: RunSnapshot) -> dict[str, str]:
     altered = {key for key, clients in members.items() if clients}
     rounds = sorted({r for r, _ in altered})
     sent = f"{many(sum(map(len, members.values())), 'message')} answered in {many(len(rounds), 'round')}"
-    trouble = reading.meta.get("server_attack")
+    attacks = f"{'; '.join(map(str, scenario.server_attack))}: {sent}"
     return {
-        "sent": "; ".join([f"{'; '.join(map(str, scenario.server_attack))}: {sent}", *([trouble] if trouble else [])]),
+        "sent": "; ".join(filter(None, (attacks, reading.meta.get("server_attack")))),
         "recovered": _recovered(reading, altered),
         "noticed": _noticed(scenario, seen, altered),
-        "cost": _cost(scenario, len(altered), len(seen)),
     }
 
 
@@ -59,17 +58,5 @@ def _noticed(scenario: Scenario, seen: Sequence[Row], altered: set[Key]) -> str:
         return "no guard reported anything, as [guard] inspect is off"
     answer = "message" if scenario.protocol.secure_sum is None else "sum"
     counts = f"{len(alarms & altered)} of {many(len(altered), f'altered {answer}')}"
-    words = [f"guards alarmed at {counts} and {len(alarms & honest)} of {len(honest)} honest ones"]
-    suspicions = [o["suspicion"] for o in seen if o["suspicion"] is not None and (o["round"], o["client"]) in altered]
-    words += (
-        [f"suspicion {min(suspicions):.3g} to {max(suspicions):.3g} at the altered ones (alarm above 1)"]
-        if suspicions
-        else []
-    )
-    return "; ".join(filter(None, (*words, first_alarm(seen))))
-
-
-def _cost(scenario: Scenario, altered: int, seen: int) -> str:
-    kept = [aimed.aggregate for aimed in scenario.server_attack]
-    fate = "averaged as all are" if all(kept) else "averaged in part" if any(kept) else "left out of the average"
-    return f"answers to altered weights ({many(altered, 'update')} of {seen}) were {fate}"
+    words = f"guards alarmed at {counts} and {len(alarms & honest)} of {len(honest)} honest ones"
+    return "; ".join(filter(None, (words, first_alarm(seen))))
