@@ -132,8 +132,12 @@ def _recorded(
         return start(*args, **options)
     own = tapped(grid, recorder)
     args = tuple(own if arg is grid else arg for arg in args)
-    with recorder.training():
-        result = start(*args, **{k: own if arg is grid else arg for k, arg in options.items()})
+    options = {k: own if arg is grid else arg for k, arg in options.items()}
+    try:
+        result = start(*args, **options)
+    except BaseException as error:
+        recorder.close("failed" if isinstance(error, Exception) else "interrupted")
+        raise
     if isinstance(result, Result):
         recorder.evaluated(result.evaluate_metrics_serverapp)
         recorder.close()

@@ -167,15 +167,6 @@ class AppRecorder:
                 self._warned.add("ledger")
                 say(WARNING, "fedgauge: the ledger cannot be written: %s", error)
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Record that the app's training ended by an exception, which is raised again."""
-        try:
-            yield
-        except BaseException as error:
-            self.close("failed" if isinstance(error, Exception) else "interrupted")
-            raise
-
     def evaluated(self, metrics: Mapping[int, MetricRecord]) -> None:
         """Record what the app's server computed on its own, by the app's rounds."""
         figures = {round: test_figures(_numbers(record)) for round, record in metrics.items()}

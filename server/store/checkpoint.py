@@ -149,11 +149,10 @@ def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         name = f"{_STATE}{len(tensors)}"
         tensors[name] = torch.as_tensor(np.array(value, order="C"))
         return {"array" if isinstance(value, np.ndarray) else "scalar": name}
-    if isinstance(value, Array):
-        return {"flower": _encoded(value.numpy(), where, tensors)}
-    if isinstance(value, ArrayRecord | dict) and all(type(k) in (str, int) for k in value):
-        items = [[k, _encoded(v, f"{where}[{k!r}]", tensors)] for k, v in value.items()]
-        return {"record" if isinstance(value, ArrayRecord) else "dict": items}
+    if isinstance(value, ArrayRecord):
+        return {"record": _encoded({k: array.numpy() for k, array in value.items()}, where, tensors)}
+    if isinstance(value, dict) and all(type(k) in (str, int) for k in value):
+        return {"dict": [[k, _encoded(v, f"{where}[{k!r}]", tensors)] for k, v in value.items()]}
     if type(value) in (list, tuple):
         items = [_encoded(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]
         return {type(value).__name__: items}
@@ -168,10 +167,9 @@ def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
     if kind in ("array", "scalar"):
         array = tensors.pop(inner).numpy().copy()
         return array if kind == "array" else array[()]
-    if kind == "flower":
-        return Array(_decoded(inner, tensors))
+    if kind == "record":
+        return ArrayRecord({k: Array(array) for k, array in _decoded(inner, tensors).items()})
     if kind in ("list", "tuple"):
         items = [_decoded(v, tensors) for v in inner]
         return items if kind == "list" else tuple(items)
-    pairs = {k: _decoded(v, tensors) for k, v in inner}
-    return pairs if kind == "dict" else ArrayRecord(pairs)
+    return {k: _decoded(v, tensors) for k, v in inner}

@@ -8,7 +8,6 @@ from fedgauge.attacks.modality.base import Measured
 from fedgauge.attacks.plan import describe
 
 NONE = "–"
-MOST_WORDS = 240  # letters of a client's message that are shown
 ENDED = {"converged": "finished"}  # a full schedule does not prove convergence
 
 
@@ -86,8 +85,3 @@ def listed(parts: Sequence[str], most: int, between: str = "; ") -> str:
     """
     more = [f"{len(parts) - most} more"] if len(parts) > most else []
     return between.join([*parts[:most], *more])
-
-
-def shortened(reason: str) -> str:
-    words = " ".join(reason.split())
-    return words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]} ..."

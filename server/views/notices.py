@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from fedgauge.attacks.grading.knowledge_card import NO_DERIVATIVE
 from fedgauge.client.components import SpecError
-from fedgauge.server.store.ledger_types import EMPTY
+from fedgauge.server.store.ledger_types import EMPTY, sanitised
 from fedgauge.server.store.scenario import run_command
-from fedgauge.server.views.formatting import shortened
 from fedgauge.server.views.outcomes import failure, inapplicable, none_accepted
 from fedgauge.server.views.participation import other_sizes
 from fedgauge.server.views.snapshot import RunSnapshot
@@ -53,7 +52,7 @@ def _of_training(reading: RunSnapshot) -> Iterator[Notice]:
     for problem in problems:  # each kind once
         if more := alike.pop(problem.code, 0):
             where = "Recording" if problem.round is None else f"Round {problem.round}"
-            yield Notice(f"{where}: {shortened(problem.words)}{f' (and {more - 1} more)' if more > 1 else ''}.")
+            yield Notice(f"{where}: {sanitised(problem.words)}{f' (and {more - 1} more)' if more > 1 else ''}.")
 
 
 def _of_attacks(reading: RunSnapshot) -> Iterator[Notice]:

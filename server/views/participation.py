@@ -7,7 +7,8 @@ from typing import Any
 
 from fedgauge.client.protocol import Protocol
 from fedgauge.server.store.ledger import Ledger
-from fedgauge.server.views.formatting import listed, many, shortened
+from fedgauge.server.store.ledger_types import sanitised
+from fedgauge.server.views.formatting import listed, many
 from fedgauge.server.views.tables import Column, Table
 
 MOST_CLIENTS = 5  # named in a sentence
@@ -82,7 +83,7 @@ def participation(observations: Sequence[Row]) -> str:
     if not reasons:
         return ""
     named = [
-        f"client {client} {status} in {many(times, 'round')}: {shortened(reason)}"
+        f"client {client} {status} in {many(times, 'round')}: {sanitised(reason)}"
         for (client, status, reason), times in reasons.most_common()
     ]
     arrived = f"{len(observations) - reasons.total()} of {len(observations)} updates arrived"
@@ -94,7 +95,7 @@ def first_alarm(seen: Sequence[Row]) -> str:
     first = next((o for o in seen if o["alarm"]), None)
     if first is None:
         return ""
-    return f"first in round {first['round']}, on client {first['client']}'s update: {shortened(first['reason'])}"
+    return f"first in round {first['round']}, on client {first['client']}'s update: {sanitised(first['reason'])}"
 
 
 def guarded(observations: Sequence[Row]) -> str:
