@@ -112,7 +112,7 @@ def _routes() -> list[Route | Mount]:
         Route("/api/runs", _runs),
         Route(f"{run}/overview", _view(lambda reading, asked: _overview(reading))),
         Route(f"{run}/gallery", _view(_gallery)),
-        Route(f"{run}/clients", _view(_clients)),
+        Route(f"{run}/clients", _view(lambda reading, asked: clients(reading))),
         Route("/api/compare", _compare),
         Route("/api/version", _version),
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -149,10 +149,6 @@ def _gallery(reading: RunSnapshot, asked: Asked) -> Page:
     return gallery.page(round, _number(asked, "client"), _number(asked, "offset") or 0)
 
 
-def _clients(reading: RunSnapshot, asked: Asked) -> Any:
-    return clients(reading, _metric(asked, reading.scores.measure.metric))
-
-
 def _runs(request: Request) -> Response:
     catalog: RunCatalog = request.app.state.catalog
     return Json({"folder": catalog.root.name, "runs": in_json(catalog.lines())})
@@ -160,7 +156,8 @@ def _runs(request: Request) -> Response:
 
 def _compare(request: Request) -> Response:
     asked = _query(request)
-    metric = _metric(asked, "") or None
+    metric = asked.get("metric")
+    _require(metric in (None, *MEASURED), f"metric must be one of {', '.join(MEASURED)}, got {metric!r}")
     catalog: RunCatalog = request.app.state.catalog
     names = [name for name in asked.get("runs", "").split(",") if name] or catalog.names()
     _require(len(names) <= OPEN, f"at most {OPEN} runs can be compared, got {len(names)}: name some, ?runs=a,b")
@@ -190,9 +187,3 @@ def _number(asked: Asked, key: str) -> int | None:
     named = f"{key} must be a whole number of at most seven digits, got {value!r}"
     _require(re.fullmatch(r"[0-9]{1,7}", value) is not None, named)
     return int(value) if key in asked else None
-
-
-def _metric(asked: Asked, default: str) -> str:
-    value = asked.get("metric", default)
-    _require(value in ("", *MEASURED), f"metric must be one of {', '.join(MEASURED)}, got {value!r}")
-    return value

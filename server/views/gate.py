@@ -1,7 +1,7 @@
 """The gate: compare measurements of a run with thresholds."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
@@ -20,11 +20,7 @@ from fedgauge.server.views.verdict import Kind, doubts
 
 Outcome = Literal["passed", "failed", "not measured", "incomplete"]
 EPSILON = "epsilon"  # of one record, the largest of any client
-CANARIES: Mapping[str, tuple[str, str]] = {  # the bound, and its assumption
-    "canary_epsilon": ("epsilon", "without an assumption"),
-    "canary_epsilon_gaussian": ("gaussian", "if the mechanism's trade-off curve is Gaussian"),
-    "canary_epsilon_normal": ("normal", "if the evidence of canaries is normal"),
-}
+CANARIES = "canary_epsilon"  # the lower bound that canary examples show
 WORST = "worst."  # prefix: of the example with the most leakage
 
 
@@ -74,7 +70,7 @@ class GateResult:
 
 def gate_metrics(*modalities: type[Modality]) -> list[str]:
     leaks, measured = further_leaks(), dict.fromkeys(name for each in modalities for name in each.measured)
-    own = [*measured, *MEMBERSHIP, *leaks, EPSILON, *CANARIES]
+    own = [*measured, *MEMBERSHIP, *leaks, EPSILON, CANARIES]
     return [*own, *(WORST + name for name in (*measured, *leaks) if not MEASURED[name].rate)]
 
 
@@ -130,12 +126,10 @@ def _measured(reading: RunSnapshot, metric: str) -> tuple[float | None, str]:
     if metric == EPSILON:
         spent = spent_in(reading)
         return spent.record, spent.words
-    if metric in CANARIES:
-        name, assumption = CANARIES[metric]
+    if metric == CANARIES:
         if (shown := bound_of(reading)) is None:
             return None, "no canary examples were measured ([canaries] examples)"
-        words = f"shown by {shown.canaries} canaries (a lower bound of 95 % confidence, {assumption})"
-        return getattr(shown.bound, name), words
+        return shown.bound.epsilon, f"shown by {shown.canaries} canaries (a lower bound of 95 % confidence)"
     name = metric.removeprefix(WORST)
     leaks = [k for k in reading.pooled(name).values() if k.role == "attack"] if name in reading.metrics else []
     lost = [f"{k.without_value} of {k.n + sum(k.failed.values())} by {k.attack}" for k in leaks if k.failed]

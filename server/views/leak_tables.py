@@ -1,8 +1,8 @@
 """Tables of results: by round, over all rounds, of membership, and by client."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable
+from dataclasses import astuple
 
 import numpy as np
 
@@ -160,18 +160,9 @@ def membership_table(reading: RunSnapshot) -> Table:
     return Table.of("Tests of membership", columns, rows)
 
 
-@dataclass(frozen=True, eq=False)
-class Clients:
-    """Worst case of every client under any attack; metrics: names with labels."""
-
-    metric: str
-    metrics: Sequence[tuple[str, str]]
-    table: Table
-
-
-def clients(reading: RunSnapshot, metric: str) -> Clients:
-    """Return the clients by one metric, the worst first."""
-    by = MEASURED[metric]
+def clients(reading: RunSnapshot) -> Table:
+    """List the worst case of every client under any attack, the worst first."""
+    by, metric = reading.scores.measure, reading.scores.measure.metric
     columns = [
         Column("client", "client", "count"),
         Column.of(by, "worst", "worst case"),
@@ -192,5 +183,4 @@ def clients(reading: RunSnapshot, metric: str) -> Clients:
         at = int(np.argmax(by.sign * own.value))
         worst, mean = float(own.value[at]), float(capped(metric, own.value).mean())
         lines.append((-by.sign * worst, [client, worst, mean, int(own.round[at]), len(own), *statuses]))
-    table = Table(f"Clients, {by.label}", columns, [line for _, line in sorted(lines, key=lambda each: each[0])])
-    return Clients(metric, [(name, MEASURED[name].label) for name in reading.metrics], table)
+    return Table(f"Clients, {by.label}", columns, [line for _, line in sorted(lines, key=lambda each: each[0])])

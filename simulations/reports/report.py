@@ -73,7 +73,7 @@ def _content(reading: RunSnapshot) -> Mapping[str, object]:
     page, cards = Overview(reading), [gallery.card(*place) for place in sample_of(gallery)]
     return {
         "o": page,
-        "clients": clients(reading, reading.scores.measure.metric).table,
+        "clients": clients(reading),
         "shown": len(cards),
         "attacked": len(gallery.attacked()),
         "truth_shown": gallery.shards is not None or "truth" in reading.meta,

@@ -49,14 +49,13 @@ def test_page_report_and_terminal_show_its_number_and_leave_the_verdict_to_recon
 ) -> None:
     forget_leak()
     with page_of(run) as asked:
-        told, clients = asked("overview"), asked("clients?metric=class_detected")
+        told = asked("overview")
     heads = [column["key"] for column in told["summary"]["columns"]]
     rows = {row[0]: dict(zip(heads, row, strict=True)) for row in told["summary"]["rows"]}
     assert (rows["contains"]["class_detected"], rows["contains"]["n"], rows["contains"].get("mean")) == (1.0, 6, None)
     assert rows["row_over_bias"]["mean"] == 100.0 and rows["row_over_bias"]["class_detected"] is None
     (figure,) = [each for each in told["over_rounds"] if each["metric"] == "class_detected"]
     assert [s["name"] for s in figure["series"] if s["role"] == "attack"] == ["contains"]
-    assert clients["table"]["rows"][0][1] == 1.0
     (sentence,) = [each for each in told["sentences"] if each.startswith(LABEL)]
     assert "by contains, n = 6" in sentence and told["word"] == "leaks"
     with read_once(run) as reading:

@@ -14,8 +14,8 @@ const VIEWS = [
     load: p => ask(`${api(p)}/gallery`, asked(p)), draw: galleryView,
   },
   {
-    path: /^\/run\/(?<id>[^/]+)\/clients$/, name: "Clients", keys: ["metric"],
-    load: p => ask(`${api(p)}/clients`, asked(p)), draw: clientsView,
+    path: /^\/run\/(?<id>[^/]+)\/clients$/, name: "Clients", keys: [],
+    load: p => ask(`${api(p)}/clients`), draw: clientsView,
   },
   { path: /^\/compare$/, name: "Compare", keys: ["runs", "metric"], load: loadCompare, draw: compareView },
 ];

@@ -129,11 +129,10 @@ function galleryView(found, { id, state }) {
 // ------------------------------------------------------------------------------------------------------------ clients
 
 function clientsView(clients, { id, state }) {
-  const controls = el("div.controls", choice("Leakage as", clients.metric, clients.metrics, value => change({ metric: value })));
   const cells = { client: record => link(address(id, `/gallery?client=${record.client}&round=all`), `client ${record.client}`) };
   return [
-    el("h1", "Who leaks most"), el("p.facts", id), controls,
-    table(clients.table, { sorts: "clients", state, change, cells }),
+    el("h1", "Who leaks most"), el("p.facts", id),
+    table(clients, { sorts: "clients", state, change, cells }),
   ];
 }
 

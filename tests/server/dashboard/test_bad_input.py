@@ -62,11 +62,14 @@ def test_a_ledger_cannot_name_a_file_elsewhere(folder: Path, get: Get, tmp_path:
 
 @pytest.mark.parametrize(
     ("query", "named"),
-    [("gallery?round=one", "round"), ("gallery?client=-1", "client"), ("clients?metric=loss", "metric"),
-     ],
-)  # fmt: skip
+    [
+        ("runs/complete/gallery?round=one", "round"),
+        ("runs/complete/gallery?client=-1", "client"),
+        ("compare?metric=loss", "metric"),
+    ],
+)
 def test_a_query_that_cannot_be_is_refused_by_name(get: Get, query: str, named: str) -> None:
-    assert named in get(f"/api/runs/complete/{query}", 400)["error"]
+    assert named in get(f"/api/{query}", 400)["error"]
 
 
 def test_damaged_foreign_locked_and_newer_ledgers_are_named(folder: Path, get: Get) -> None:
