@@ -98,7 +98,7 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
         grader = ClientGrader(run, ledger, grid, strategy.clients, timeout)
         between = [grader.ask, LateJoiners(grid, protocol.clients, strategy.clients).admit]
     served = strategy if together is None else _secured(strategy, protocol, timeout)
-    arrays, began, cost = ArrayRecord(params), time.perf_counter(), 0.0
+    arrays, began = ArrayRecord(params), time.perf_counter()
     for round in range(done, protocol.rounds + 1):
         if round > done:
             arrays = one_round(served, grid, round, arrays, timeout)
@@ -107,11 +107,11 @@ def _train(run: Run, ledger: Ledger, grid: Grid, flower_run: int) -> None:
             if malicious is not None:
                 malicious.note(intake)
             at = checkpoint.Checkpoint(round, params, strategy.buffers, vars(inner), ())
-            cost = recorder(intake, partial(_keep, run, ledger, at))
+            recorder(intake, partial(_keep, run, ledger, at))
         elif any(row["round"] == done for row in ledger.rounds(done)):
             continue
         accuracy, loss = _figures(fed, ledger, round, params, strategy.buffers)
-        ledger.record_round(round, accuracy, loss, time.perf_counter() - began, cost)
+        ledger.record_round(round, accuracy, loss, time.perf_counter() - began)
         for wait in between:
             wait()
         began = time.perf_counter()

@@ -143,7 +143,7 @@ class AppRecorder:
         self._tests: list[tuple[float, float | None, float | None]] = []  # of the round: examples, accuracy, loss
         self._round = 0  # the newest, to which metrics belong
         self._news = False  # since the round was last entered
-        self._began, self._cost = time.perf_counter(), 0.0  # of this round; seconds that recording took
+        self._began = time.perf_counter()  # of this round
         self._taped = 0
         self._others: set[str] = set()  # types of messages that trained nothing
         self._silence = "no reply"  # why an open message has no row
@@ -208,13 +208,11 @@ class AppRecorder:
             self._do(*self._tasks.get())
 
     def _do(self, what: str, act: Callable[[], object], size: int) -> None:
-        started = time.perf_counter()
         try:
             act()
         except Exception as error:  # whatever it is, the app must not notice
             self.warn("recorder", f"{what} is not recorded: {type(error).__name__}: {error}")
         finally:
-            self._cost += time.perf_counter() - started
             with self._counting:
                 self._waiting -= size
 
@@ -224,7 +222,7 @@ class AppRecorder:
             sent.round = self._counts.of(sent.node, sent.given)
             self._clients.setdefault(sent.node, len(self._clients))
             if sent.round > self._round:
-                self._round, self._tests, self._began, self._cost = sent.round, [], time.perf_counter(), 0.0
+                self._round, self._tests, self._began = sent.round, [], time.perf_counter()
             if sent.given is not None:
                 self._recorded[sent.given] = sent.round
                 if sent.round != sent.given:
@@ -328,7 +326,7 @@ class AppRecorder:
             nodes = {str(client): str(node) for node, client in self._clients.items()}
             self._ledger.set_meta(nodes=json.dumps(nodes))
             accuracy, loss = (_mean([(test[0], test[place]) for test in self._tests]) for place in (1, 2))
-            self._ledger.record_round(self._round, accuracy, loss, time.perf_counter() - self._began, self._cost)
+            self._ledger.record_round(self._round, accuracy, loss, time.perf_counter() - self._began)
 
     def _enter_figures(self, figures: Mapping[int, tuple[float | None, float | None]]) -> None:
         """Enter the server's own accuracy and loss, by the app's rounds, in place of its clients'."""
@@ -337,7 +335,7 @@ class AppRecorder:
         for given, (accuracy, loss) in figures.items():
             if (row := rows.get(self._recorded.get(given, given))) is not None:
                 tested = row["accuracy"] if accuracy is None else accuracy, row["loss"] if loss is None else loss
-                self._ledger.record_round(row["round"], *tested, row["seconds"], row["intercept_seconds"])
+                self._ledger.record_round(row["round"], *tested, row["seconds"])
 
     def _close(self, state: str) -> None:
         try:

@@ -1,6 +1,5 @@
 """Recorder of a scenario's own server: a round's updates, its checkpoint, then observations and jobs."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,22 +27,15 @@ class UpdateRecorder:
 
     def __call__(
         self, intake: RoundReplies, checkpoint: Callable[[Sequence[Participation]], None] = lambda seen: None
-    ) -> float:
+    ) -> None:
         """Record a round on the tape, then write its checkpoint, then its rows in the ledger, in one transaction.
 
         Args:
             checkpoint: called with the participations, to write the round's checkpoint.
-
-        Returns:
-            Seconds that recording took, without the checkpoint.
         """
-        started = time.perf_counter()
         seen = self._tape(intake)
-        taped = time.perf_counter()
         checkpoint(seen)
-        entered = time.perf_counter()
         self.ledger.record_intake(intake.round, seen, self.plan)
-        return taped - started + time.perf_counter() - entered
 
     def _tape(self, intake: RoundReplies) -> list[Participation]:
         """Write updates to the tape; return what to enter in the ledger."""

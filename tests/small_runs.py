@@ -128,13 +128,13 @@ def fill_tape(run: Run, chosen: Scenario, rounds: int, refused: str = "") -> Run
     params, buffers = federation.initial()
     tape, clients = run.tape(), range(chosen.protocol.clients - bool(refused))
     with run.ledger() as ledger:
-        ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
+        ledger.record_round(0, 0.1, 2.3, 0.1)
         for r in range(1, rounds + 1):
             tape.write_round(r, params, buffers)
             digests = {c: tape.write_update(r, c, federation.client_update(params, buffers, c, r)) for c in clients}
             seen = [Participation(c, "accepted", "", federation.shards.batch_size, d) for c, d in digests.items()]
             seen += [Participation(len(clients), "rejected", refused)] if refused else []
             ledger.record_intake(r, seen, chosen.plan)
-            ledger.record_round(r, 0.1 + 0.1 * r, 2.0, 1.0, 0.01)
+            ledger.record_round(r, 0.1 + 0.1 * r, 2.0, 1.0)
         ledger.set_meta(state="trained")
     return run

@@ -63,20 +63,10 @@ class Ledger(JobQueue):
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise LedgerError(f"{self.path} is damaged: its nodes cannot be read: {error}") from error
 
-    def record_round(
-        self,
-        round: int,
-        accuracy: float | None,
-        loss: float | None,
-        seconds: float,
-        intercept_seconds: float,
-    ) -> None:
+    def record_round(self, round: int, accuracy: float | None, loss: float | None, seconds: float) -> None:
         """Record a round (0: before training) with the test accuracy and loss after it."""
         with self._transaction() as db:
-            db.execute(
-                "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?)",
-                (round, accuracy, loss, seconds, intercept_seconds),
-            )
+            db.execute("INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?)", (round, accuracy, loss, seconds))
 
     def record_intake(self, round: int, seen: Sequence[Participation], plan: AttackPlan | None = None) -> None:
         """Record the participation in a round, and add its jobs in the same transaction."""

@@ -31,7 +31,7 @@ _ROUND, _CLIENT = f"round {_PLACE.format('round')}", f"client {_PLACE.format('cl
 SCHEMA = f"""
     CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
     CREATE TABLE rounds (
-        {_ROUND} PRIMARY KEY, accuracy REAL, loss REAL, seconds REAL, intercept_seconds REAL
+        {_ROUND} PRIMARY KEY, accuracy REAL, loss REAL, seconds REAL
     ) STRICT;
     CREATE TABLE observations (
         {_ROUND}, {_CLIENT}, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',

@@ -45,11 +45,11 @@ def large_run(folder: Path) -> Run:
     images = torch.from_numpy(rng.random((64, 1, 1, 28, 28), np.float32))
     with run.ledger() as ledger:
         ledger.add_attacks(plan, {p.name: "card" for p in plan.attacks})
-        ledger.record_round(0, 0.1, 2.3, 1.0, 0.0)
+        ledger.record_round(0, 0.1, 2.3, 1.0)
         for r in range(1, ROUNDS + 1):
             seen = [Participation(c, "accepted", "", 1, f"digest {r} {c}") for c in range(CLIENTS)]
             ledger.record_intake(r, seen, plan)
-            ledger.record_round(r, 0.1 + 0.8 * r / ROUNDS, 1.0, 1.0, 0.0)
+            ledger.record_round(r, 0.1 + 0.8 * r / ROUNDS, 1.0, 1.0)
             while (lease := ledger.lease()) is not None:
                 ledger.finish(lease, {c: rows(r, c, lease.attack.name, rng) for c in lease.clients})
                 if lease.attack.role == "attack":
@@ -94,7 +94,7 @@ def test_a_large_run_is_shown_with_bounded_memory(tmp_path: Path) -> None:
                     assert answer.status == 200 and answer.read()
                 print(f"{view}: {time.perf_counter() - started:.2f} s")
             with run.ledger() as ledger:
-                ledger.record_round(1000, 0.9, 1.0, 1.0, 0.0)
+                ledger.record_round(1000, 0.9, 1.0, 1.0)
             with DIRECT.open(f"{base}/api/runs/large/overview", timeout=60) as answer:
                 assert json.load(answer)["progress"]["round"] == 1000
             peak = memory_of(process.pid, ROUNDS).peak

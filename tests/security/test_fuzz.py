@@ -154,7 +154,7 @@ def ledger_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ledger.set_meta(state="trained")
         for round in (1, 2):
             ledger.record_intake(round, [Participation(c, "accepted", "", 2, f"{round}:{c}") for c in (0, 1)], plan)
-            ledger.record_round(round, 0.5, 1.0, 0.1, 0.1)
+            ledger.record_round(round, 0.5, 1.0, 0.1)
         lease = ledger.lease()
         assert lease is not None
         ledger.fail(lease, "whatever")

@@ -102,7 +102,7 @@ def test_a_replaced_run_is_read_again_and_a_deleted_one_is_gone(folder: Path, ge
     get("/api/runs/complete/overview", 404)
     shutil.copytree(folder / "other", folder / "complete")
     with Run(folder / "complete").ledger() as ledger:
-        ledger.record_round(7, 0.9, 1.0, 1.0, 0.0)
+        ledger.record_round(7, 0.9, 1.0, 1.0)
     assert get("/api/runs/complete/overview")["progress"]["round"] == 7
 
 

@@ -22,7 +22,7 @@ from tests.server.dashboard.pages import Get, served, visitor
 def train_again(ledger: Ledger) -> None:
     ledger.rewind(2)
     ledger.record_intake(2, [Participation(0, "missing", "it was late")])
-    ledger.record_round(2, 0.9, 1.0, 1.0, 0.0)
+    ledger.record_round(2, 0.9, 1.0, 1.0)
 
 
 DELETIONS: dict[str, Callable[[Ledger], object]] = {
@@ -67,7 +67,7 @@ def test_a_change_has_another_version(folder: Path, get: Get) -> None:
     first = versions()
     assert versions() == first
     with Run(folder / "complete").ledger() as ledger:
-        ledger.record_round(3, 0.5, 1.0, 1.0, 0.0)
+        ledger.record_round(3, 0.5, 1.0, 1.0)
     assert all(now != before for now, before in zip(versions(), first, strict=True))
     get("/api/version?run=nobody", 404)
 
@@ -112,7 +112,7 @@ def test_open_pages_hinder_no_writer_and_no_page(folder: Path) -> None:
             ledger.record_intake(
                 r, [Participation(c, "accepted", "", 1, f"digest {r} {c}") for c in range(clients)], plan
             )
-            ledger.record_round(r, 0.5, 1.0, 1.0, 0.0)
+            ledger.record_round(r, 0.5, 1.0, 1.0)
             while (lease := ledger.lease()) is not None:
                 ledger.finish(lease, {c: [ScoreRecord(r, c, "dlg", 0, "psnr", 20.0, "", 0.1)] for c in lease.clients})
         for page in pages:

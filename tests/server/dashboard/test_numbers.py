@@ -126,13 +126,13 @@ def test_every_point_has_its_epsilon(
         ledger.record_intake(
             3, [Participation(0, "missing"), Participation(1, "rejected", "a NaN"), Participation(2, "missing")]
         )
-        ledger.record_round(3, 0.4, 2.0, 1.0, 0.01)
+        ledger.record_round(3, 0.4, 2.0, 1.0)
     later = privacy_statement(chosen.federation, {0: 2, 1: 3, 2: 2}, 1e-4)
     assert later.record > expected.record
     assert get("/api/runs/private/overview")["privacy"]["record"] == pytest.approx(later.record, rel=1e-4)
     with run.ledger() as ledger:
         ledger.record_intake(4, [Participation(1, "missing", f"{REASON}: its rows", alarm=True)])
-        ledger.record_round(4, 0.4, 2.0, 1.0, 0.01)
+        ledger.record_round(4, 0.4, 2.0, 1.0)
     silent = privacy_statement(chosen.federation, {1: 4}, 1e-4)
     assert get("/api/runs/private/overview")["privacy"]["record"] == pytest.approx(silent.record, rel=1e-4)
 

@@ -311,7 +311,7 @@ def test_rows_appear_without_reload(
             seconds.append(time.monotonic() - written)
         record_property("seconds_until_shown", seconds)
         with training.ledger() as ledger:
-            ledger.record_round(3, 0.55, 1.0, 1.0, 0.0)
+            ledger.record_round(3, 0.55, 1.0, 1.0)
         expect(page.locator(".strip")).to_contain_text("round 3 of 20 · accuracy 55")
         assert page.evaluate("window.same"), "the page was not loaded again"
         expect(page.locator("details").first).to_have_attribute("open", "")
@@ -342,11 +342,11 @@ def hostile(tmp_path: Path, make_scenario: Callable[..., Scenario]) -> Run:
     plan = AttackPlan((PlannedAttack(HOSTILE, {"use": "analytic"}, auxiliary={HOSTILE: HOSTILE}),))
     with run.ledger() as ledger:
         ledger.add_attacks(plan, {HOSTILE: f"honest; {HOSTILE}"})
-        ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
+        ledger.record_round(0, 0.1, 2.3, 0.1)
         ledger.record_intake(
             1, [Participation(0, "accepted", "", 2, "digest"), Participation(1, "rejected", HOSTILE)], plan
         )
-        ledger.record_round(1, 0.2, 2.3, 0.1, 0.0)
+        ledger.record_round(1, 0.2, 2.3, 0.1)
         ledger.set_meta(replay="mismatch", replay_detail=HOSTILE)
     attack_once(run, 30.5)
     return run

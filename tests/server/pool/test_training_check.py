@@ -36,7 +36,7 @@ def foreign_run(folder: Path, wrong: bool, clients: int = 2, **changes: Any) -> 
                 digest = run.tape().write_update(round, client, difference)
                 seen.append(Participation(client, "accepted", "", 2, digest))
             ledger.record_intake(round, seen, chosen.plan)
-            ledger.record_round(round, 0.1, 2.0, 1.0, 0.01)
+            ledger.record_round(round, 0.1, 2.0, 1.0)
             sent = {k: torch.stack([reply[k] for reply in replies]).mean(0) for k in sent}
     return run
 

@@ -77,7 +77,7 @@ def test_a_snapshot_is_of_one_moment_and_the_next_is_newer(path: Path) -> None:
         with reader.snapshot():
             assert reader.last_round() == 0
             with Ledger(path) as writer:
-                writer.record_round(2, 0.9, 1.0, 1.0, 0.0)
+                writer.record_round(2, 0.9, 1.0, 1.0)
                 writer.set_meta(state="trained")
             assert (reader.last_round(), reader.meta()) == (0, {})
         with reader.snapshot():

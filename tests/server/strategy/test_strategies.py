@@ -202,8 +202,6 @@ def test_the_serverapp_trains_evaluates_and_records(kit: Any, tmp_path: Path, cu
         rounds, seen = ledger.rounds(), ledger.observations()
         assert [r["round"] for r in rounds] == [0, 1, 2, 3]
         assert all(0 <= r["accuracy"] <= 1 and r["loss"] > 0 and r["seconds"] > 0 for r in rounds)
-        assert rounds[0]["intercept_seconds"] == 0
-        assert all(r["intercept_seconds"] > 0 for r in rounds[1:]), "what interception costs is always measured"
         assert len(seen) == 12
         assert all(bool(o["digest"]) == curious for o in seen)
         assert ledger.progress().total == (48 if curious else 0)

@@ -58,10 +58,10 @@ def graded(
     run, federation = Run.create(folder, chosen), Federation(chosen.protocol)
     with run.ledger() as ledger:
         ledger.add_attacks(plan, {name: f"honest server; {name} knows it all" for name in names})
-        ledger.record_round(0, 0.1, 2.3, 0.1, 0.0)
+        ledger.record_round(0, 0.1, 2.3, 0.1)
         for r in range(1, rounds + 1):
             ledger.record_intake(r, [Participation(c, "accepted", "", 1, f"{r}-{c}") for c in range(clients)], plan)
-            ledger.record_round(r, accuracy * r / rounds, 2.0, 1.0, 0.01)
+            ledger.record_round(r, accuracy * r / rounds, 2.0, 1.0)
         while (lease := ledger.lease()) is not None:
             name, r = lease.attack.name, lease.round
             rows = {

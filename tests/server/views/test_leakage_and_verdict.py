@@ -230,7 +230,7 @@ def test_no_interval_exceeds_the_cap_of_a_mean(ledger: Ledger) -> None:
 
 def test_the_round_table_by_hand(ledger: Ledger) -> None:
     for round, accuracy in ((0, 0.1), (1, 0.3), (2, 0.5)):
-        ledger.record_round(round, accuracy, 2.0, 1.0, 0.01)
+        ledger.record_round(round, accuracy, 2.0, 1.0)
     cells: dict[Cell, Values | None] = {}
     for client in (0, 1):
         cells[2, client, "matching"] = {

@@ -47,13 +47,13 @@ def taped(tmp_path: Path) -> Run:
     params, buffers = scenario.federation.initial()
     tape = run.tape()
     with run.ledger() as ledger:
-        ledger.record_round(0, 0.125, 2.5, 0.5, 0.0)
+        ledger.record_round(0, 0.125, 2.5, 0.5)
         for r in (1, 2):
             tape.write_round(r, params, buffers)
             updates = {c: scenario.federation.client_update(params, buffers, c, r) for c in range(2)}
             digests = {c: tape.write_update(r, c, u) for c, u in updates.items()}
             ledger.record_intake(r, [Participation(c, "accepted", "", 1, d) for c, d in digests.items()], scenario.plan)
-            ledger.record_round(r, 0.25 * r, 2.0, 1.0, 0.01)
+            ledger.record_round(r, 0.25 * r, 2.0, 1.0)
         ledger.set_meta(state="trained")
     return run
 

@@ -41,7 +41,7 @@ def test_a_line_says_what_it_counts_and_what_it_waits_for(
         told = capsys.readouterr()
         assert told.out == ""
         assert told.err == "[    0 s] round 2/4; accuracy 50.0%; 0 of 16 jobs done; 16 waiting\n"
-        ledger.record_round(3, 0.5, 2.0, 1.0, 0.0)
+        ledger.record_round(3, 0.5, 2.0, 1.0)
         clock.now += 4.9
         view.update()
         assert capsys.readouterr().err == "", "a line every five seconds"
@@ -59,7 +59,7 @@ def test_the_result_of_numbers_has_its_name_before_the_first_score(tmp_path: Pat
     data = {"use": "table", "path": str(tmp_path / "houses.csv"), "label": "price", "target": "number", "auxiliary": 20}
     run = begun(tmp_path, data=data, loss={"use": "mean_squared_error"})
     with run.ledger() as ledger:
-        ledger.record_round(0, 0.25, 2.0, 1.0, 0.0)
+        ledger.record_round(0, 0.25, 2.0, 1.0)
     with read_once(run) as reading:
         assert "; R2 25.0%;" in progress_line(reading)
 
@@ -80,7 +80,7 @@ def test_a_live_line_follows_the_ledger_and_is_wiped(run: Run, clock: Clock) -> 
     with view.shown(), run.ledger() as other:
         view.update()
         assert "0/4" in file.getvalue() and "[red]waiting" in file.getvalue()
-        other.record_round(3, 0.7, 1.0, 1.0, 0.0)
+        other.record_round(3, 0.7, 1.0, 1.0)
         clock.now += 1
         view.update()
         assert "3/4" in file.getvalue()

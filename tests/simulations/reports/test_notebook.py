@@ -40,7 +40,7 @@ def test_foreign_text_is_never_markup(tmp_path: Path) -> None:
     with run.ledger() as ledger:
         ledger.set_meta(replay="mismatch", replay_detail=HOSTILE)
         ledger.add_problem("undone", HOSTILE, 1)
-        ledger.record_round(1, 0.5, 1.0, 1.0, 0.0)
+        ledger.record_round(1, 0.5, 1.0, 1.0)
     data, _ = shown(run)
     page = Page(data["text/html"])
     assert page.scripts == [] and page.links == [] and "<b>" not in page.html and "<i>" not in page.html
