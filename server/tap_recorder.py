@@ -183,11 +183,7 @@ class AppRecorder:
         self.later("the end", partial(self._close, state))
 
     def later(self, what: str, act: Callable[[], object], size: int = 0) -> None:
-        """Do something in the writer's thread, in the order of the calls; nothing after the end.
-
-        Args:
-            size: bytes that it holds in memory until then.
-        """
+        """Do something in the writer's thread, in the order of the calls; nothing after the end."""
         if self._closed or os.getpid() != self._process:  # a forked child records nothing
             return
         if size:

@@ -55,11 +55,7 @@ class TrainingCheck:
                 self._write()
 
     def begin(self, coming: bool) -> bool:
-        """Compare the first update on the tape, before anything is attacked; False: there is none yet.
-
-        Args:
-            coming: whether updates may still arrive.
-        """
+        """Compare the first update on the tape, before anything is attacked; False: there is none yet, and some may come."""
         taped = self._source.taped()
         if not taped and coming:
             return False

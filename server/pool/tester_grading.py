@@ -153,13 +153,9 @@ def _grade(run: Run, ledger: Ledger, grader: Grader, job: FinishedJob, found: Fo
 
 @dataclass(frozen=True, eq=False)
 class _HandedIn(Shards):
-    """Shards with a tester's batches.
+    """Shards with a tester's batches."""
 
-    Args:
-        drawn: rows of the training examples, by (round, client).
-    """
-
-    drawn: Mapping[tuple[int, int], Tensor] = field(default_factory=dict)
+    drawn: Mapping[tuple[int, int], Tensor] = field(default_factory=dict)  # training examples, by (round, client)
 
     def rows_at(self, client: int, round: int) -> Tensor:
         return self.drawn[round, client]

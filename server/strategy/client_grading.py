@@ -153,11 +153,7 @@ class ClientGrader:
 
 
 def grading_summary(rows: Sequence[Any]) -> str:
-    """Return who graded some jobs, their precision, and why others have no grade, in one phrase.
-
-    Args:
-        rows: as Ledger.graded gives them.
-    """
+    """Return who graded some jobs (rows of `Ledger.graded`), their precision, and why others have no grade, in one phrase."""
     precisions = sorted({f"{row['graded_to']:g} dB" for row in rows if not row["reason"]})
     missing = sum(row["jobs"] for row in rows if row["reason"])
     parts = [f"graded by the clients, to {' and '.join(precisions)}"] if precisions else []

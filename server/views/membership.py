@@ -33,7 +33,6 @@ class MembershipResult:
         area: under the ROC curve, the mean over members.
         floor: area of the baseline.
         excess_low: lower end of the interval of area - floor, corrected for several tests; None below two clients.
-        members: number of members.
         clients: number of clients that trained on the members.
         hits: members detected at 1 % false positives, of those with enough non-members; None without any.
         hits_by_luck: probability of as many detections by luck.

@@ -33,11 +33,7 @@ def inapplicable(ledger: Ledger, attacks: Collection[str] | None = None) -> str:
 
 
 def none_accepted(ledger: Ledger, ended: bool = False) -> str:
-    """Say that no client gave an update, with the reasons; empty if one did.
-
-    Args:
-        ended: the training is over, so that a run without rounds had no client.
-    """
+    """Say that no client gave an update, with the reasons; empty if one did, or one may still (`ended`: none will)."""
     observations = ledger.observations()
     if any(o["status"] == "accepted" for o in observations) or not (observations or ended):
         return ""

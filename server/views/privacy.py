@@ -14,7 +14,7 @@ from fedgauge.defenses.accounting import Accountant, NoGuarantee, PrivacyStateme
 from fedgauge.server.store.ledger_types import repeated
 from fedgauge.server.views.formatting import many
 from fedgauge.server.views.intervals import NORMAL_95
-from fedgauge.server.views.participation import rounds_seen
+from fedgauge.server.views.participation import may_have_sent, rounds_seen
 from fedgauge.server.views.scores import Scores
 from fedgauge.server.views.snapshot import RunSnapshot, viewed
 
@@ -28,7 +28,9 @@ def spent_in(reading: RunSnapshot) -> PrivacyStatement:
         scenario = reading.scenario
     except SpecError as error:
         return PrivacyStatement(None, None, math.nan, f"No epsilon on this machine: {error}.")
-    ledger, meta, seen = reading.ledger, reading.meta, rounds_seen(scenario.protocol, reading.answered)
+    ledger, meta = reading.ledger, reading.meta
+    answered = [(o["round"], o["client"]) for o in reading.observations if may_have_sent(o, ledger.deployed)]
+    seen = rounds_seen(scenario.protocol, answered)
     # a deployment's clients may have answered twice, and in a round that is not recorded
     under_way = ledger.deployed and ledger.last_round() < int(meta.get("rounds") or scenario.protocol.rounds)
     rounds = {client: len(seen.get(client, ())) + repeated(meta) + under_way for client in (0, *seen)}

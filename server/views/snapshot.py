@@ -27,7 +27,6 @@ from fedgauge.server.store.scenario import Scenario, expected_jobs
 from fedgauge.server.store.tester_truth import TesterTruth
 from fedgauge.server.views.formatting import chain, component
 from fedgauge.server.views.leakage import Leak, leakage
-from fedgauge.server.views.participation import may_have_sent
 from fedgauge.server.views.plan_coverage import PlanCoverage, plan_coverage, selection
 from fedgauge.server.views.scores import Scores, known_metrics
 from fedgauge.server.views.strength import final_accuracy
@@ -211,12 +210,6 @@ class RunSnapshot:
     @viewed
     def observations(self) -> list[Any]:
         return self.ledger.observations()
-
-    @property
-    def answered(self) -> set[tuple[int, int]]:
-        """Round and client of every update that may have been sent."""
-        deployed = self.ledger.deployed
-        return {(o["round"], o["client"]) for o in self.observations if may_have_sent(o, deployed)}
 
     def size_of(self, round: int, client: int) -> int:
         """Return the number of examples of an update; in a user's own app the number that the attacker assumes."""

@@ -41,7 +41,6 @@ class ExcessLeakage:
     """Difference between an attack and its hardest baseline, example by example.
 
     Args:
-        attack, baseline: names.
         mean, low, high: of the differences in the main metric. The interval is clustered by client and corrected for
             several attacks; None below two clients.
         reached, floor: mean of attack and baseline in the main metric, over the examples that both have.
@@ -52,7 +51,6 @@ class ExcessLeakage:
         exact: number of examples that are reconstructed whole: images at the cap of PSNR.
         exposed: number of examples too near for any guess: a tenth of the squared error of every baseline or less; of text
             and rows, half of the scale above them, or whole.
-        clusters: number of clients.
         attacks: number of compared attacks, for Bonferroni's correction.
     """
 

@@ -41,7 +41,7 @@ def test_deleted_rows_are_no_longer_shown(
 ) -> None:
     def shown(reading: RunSnapshot) -> tuple[object, ...]:
         with reading.now():
-            who = (reading.rounds, [tuple(o) for o in reading.observations], reading.answered)
+            who = (reading.rounds, [tuple(o) for o in reading.observations])
             return reading.state, reading.leakage("psnr"), *map(copy, who)
 
     run = make_taped(tmp_path / "live", make_scenario())
