@@ -140,11 +140,8 @@ class RayExecutor:
         if CUDA in devices and not gpus:
             self._ray.shutdown()
             raise SpecError('[audit] devices: "cuda" needs a GPU, and the Ray cluster has none')
-        on_cpu = CPU in devices or not (devices or gpus)
-        return [
-            *(gpus if not devices or CUDA in devices else 0) * ["cuda"],
-            *(self._cores() if on_cpu else 0) * ["cpu"],
-        ]
+        wanted = devices or [CUDA if gpus else CPU]
+        return gpus * (CUDA in wanted) * ["cuda"] + self._cores() * (CPU in wanted) * ["cpu"]
 
     def _start(self, workers: int, quiet: Mapping[str, Any]) -> None:
         # a folder inside ours, as Ray opens its own to everybody, with the sockets of its store in it
