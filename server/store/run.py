@@ -23,7 +23,7 @@ from fedgauge.server.store import run_files
 from fedgauge.server.store.ledger import Ledger
 from fedgauge.server.store.ledger_file import MOST, LedgerError
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.server.store.tape import Tape, TapeError, read_tensors, sweep, write_tensors
+from fedgauge.server.store.tape import Tape, TapeError, read_tensors, write_tensors
 
 ROUNDS = ("tape", "reconstructions", "memories")  # folders whose files are named by their round
 _MOST_RECONSTRUCTED = 1 << 30  # bytes of a reconstruction
@@ -165,11 +165,13 @@ class Run:
         return read_tensors(self.memory(round, client, attack), digest)
 
     def sweep(self, round: int) -> None:
-        for name in ROUNDS:
-            sweep(self.folder / name, round)
-        for name in run_files.names(self.folder / "tape"):
-            if name.startswith(SCRAP):  # left by a killed server
-                run_files.delete(self.folder / "tape" / name)
+        """Delete the files of the rounds from this one on, and those that a killed server left on the tape."""
+        for part in ROUNDS:
+            for name in run_files.names(self.folder / part):
+                named = re.match(r"round-(\d{1,9})(?!\d)", name)
+                unfinished = part == "tape" and name.startswith(SCRAP)
+                if unfinished or (named is not None and int(named[1]) >= round):
+                    run_files.delete(self.folder / part / name)
 
     @contextmanager
     def lock(self, purpose: str) -> Iterator[None]:

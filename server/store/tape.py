@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,13 +108,6 @@ def by_weights(of_round: Iterable[Of], digest: Callable[[Of], str | None]) -> li
     for one in of_round:
         alike.setdefault((digest(one) or "").rpartition(":")[0], []).append(one)
     return list(alike.values())
-
-
-def sweep(folder: Path, round: int) -> None:
-    for name in run_files.names(folder):
-        named = re.match(r"round-(\d{1,9})(?!\d)", name)
-        if named is not None and int(named[1]) >= round:
-            run_files.delete(folder / name)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:

@@ -338,20 +338,13 @@ def png(x: Tensor) -> str:
 def reconstruction(run: Run, round: int, client: int, attack: str) -> dict[str, Tensor] | str:
     """Read a reconstruction in the order of its scores' examples; "missing" or "damaged" without one."""
     try:
-        return _by_example(run.read_reconstruction(round, client, attack))
+        tensors = run.read_reconstruction(round, client, attack)
     except (TapeError, LedgerError) as error:
         return "missing" if isinstance(error.__cause__, FileNotFoundError) else "damaged"
-
-
-def _by_example(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sort reconstructions by the example numbers that grading by a later truth added."""
-    if "example" not in tensors:
-        return tensors
-    example = tensors["example"]
-    size, some = int(example.max()) + 1, example >= 0
-    placed = dict(tensors)
-    for name, t in tensors.items():
-        if name in ("x", "y", "confidence"):
-            placed[name] = t.new_zeros((size, *t.shape[1:]))
-            placed[name][example[some]] = t[some]
-    return placed
+    if "example" in tensors:  # grading by a later truth added the examples' numbers
+        example = tensors["example"]
+        size, some = int(example.max()) + 1, example >= 0
+        for name, t in [(name, tensors[name]) for name in ("x", "y", "confidence") if name in tensors]:
+            tensors[name] = t.new_zeros((size, *t.shape[1:]))
+            tensors[name][example[some]] = t[some]
+    return tensors
