@@ -36,13 +36,12 @@ class View:
     def update(self) -> None:
         self.refresh()
 
-    def refresh(self, force: bool = False) -> bool:
-        """Read changes, at most once a second unless forced; return True if there were any."""
-        if not force and monotonic() - self._read_at < EVERY:
-            return False
-        self._read_at, before = monotonic(), self.reading.version
-        with self.reading.now():
-            return self.reading.version != before
+    def refresh(self, force: bool = False) -> None:
+        """Read changes, at most once a second unless forced."""
+        if force or monotonic() - self._read_at >= EVERY:
+            self._read_at = monotonic()
+            with self.reading.now():
+                pass
 
     def say(self, text: str) -> None:
         """Show a message next to the view."""
