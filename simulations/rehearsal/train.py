@@ -48,10 +48,11 @@ def observe(run: Run, plan: Mapping[str, Any]) -> dict[str, Any]:
     grid = AppGrid(app, client, plan["clients"], observer)
     recorder = AppRecorder(run, {}, Path(plan["folder"]), ())
     try:
-        with flower(), recorder.training():
+        with flower():
             server(tapped(grid, recorder), Context(1, 0, {}, RecordDict(), dict(app.config)))
         recorder.close()
     except BaseException as error:
+        recorder.close("failed")
         return {"error": f"the app ended: {blamed(error, folder)}"}
     if not grid.trained:
         return {"error": (grid.failed or ["the app asked no client to train"])[0]}
