@@ -98,21 +98,3 @@ def test_limitations_are_reported() -> None:
         check_named("layer", partial(crafted, knowledge(model)))
     steps = knowledge(lenet(SHAPE, CLASSES), links=chain(local_sgd(0.1, steps=2)))
     assert "2 local steps" in attacked(steps, crafted(steps), Batch(pictures(1, 3), torch.tensor([1]))).reason
-
-
-class Difference(nn.Module):
-    """Two branches; the classifier reads how far they differ."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(192, 20), nn.Linear(192, 20)
-        self.classifier = nn.Linear(20, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.one(x.flatten(1)) - self.other(x.flatten(1)))
-        return logits
-
-
-def test_a_network_that_mixes_the_components_is_refused() -> None:
-    """Both branches would keep the same ones."""
-    check_named("worse", lambda: crafted(knowledge(Difference())))
