@@ -20,12 +20,8 @@ from fedgauge.attacks.malicious.server_attack import ServerAttack, fill_with_mea
 from fedgauge.client.chain import Chain
 from fedgauge.client.components import Count, Table
 from fedgauge.client.models.losses import is_cross_entropy
-from fedgauge.client.rng import generator
 from fedgauge.client.transforms import is_per_example
-from fedgauge.client.update import Batch, Params, relative_error
-
-MOVED = 1e-3  # root mean square in pixels, 60 dB: the perturbation of an image that tests a proof
-FARTHER = 10  # an image is proven if the perturbed one's update is so many times farther from the observed one
+from fedgauge.client.update import Params
 
 
 class SeparateNetworks(nn.Module):
@@ -68,6 +64,8 @@ def _separable(known: Knowledge) -> SeparateNetworks:
     each, size = any(map(is_per_example, known.chain.links)), known.batch_size
     if each or not known.chain.local.plain or known.chain.slice_of(size) < size:
         raise ValueError("examples are separable only by plain steps on the whole batch, and the clients take others")
+    if len(known.model.models) < size:
+        raise ValueError(f"{size} examples share {len(known.model.models)} networks: set count = {size}")
     return known.model
 
 
@@ -76,7 +74,7 @@ class separated(DelegatingAttack):
     """Runs another attack on the part of each sub-network separately, at B = 1.
 
     Links of the chain that depend on all entries of an update (clipping, sparsification) are inverted as if they had
-    acted only on the part. An image is proven if it reproduces its part of the update and images at 60 dB from it do not.
+    acted only on the part.
 
     Args:
         attack: the component table of that attack, which gets the whole budget's iterations for each part.
@@ -90,62 +88,41 @@ class separated(DelegatingAttack):
             networks = _separable(known).models
         except ValueError as error:
             return not_applicable(wave, str(error))
-        count = min(known.batch_size, len(networks))
-        share = None if budget.seconds is None else budget.seconds / count
+        share = None if budget.seconds is None else budget.seconds / known.batch_size
         inner, parts = self.inner, []
-        for i in range(count):
+        for i in range(known.batch_size):
             part, knowledge = _part(wave, known, networks, i)
             own = [partial(stream, "part", i) for stream in streams]
-            results = inner.reconstruct(part, knowledge, replace(budget, seconds=share), own)
-            proven = [_proven(r, part.params, part.alone(k), knowledge) for k, r in enumerate(results)]
-            parts.append(list(zip(results, proven, strict=True)))
+            parts.append(inner.reconstruct(part, knowledge, replace(budget, seconds=share), own))
         return [_merged([part[k] for part in parts], known) for k in range(len(wave))]
 
 
 def _part(wave: Wave, known: Knowledge, networks: nn.ModuleList, i: int) -> tuple[Wave, Knowledge]:
     """The wave and threat model of sub-network i, as if it were a client of its own."""
-    count, prefix = len(networks), f"models.{i}."
-    size = len(range(i, known.batch_size, count))
+    prefix = f"models.{i}."
     inner = {k.removeprefix(prefix) for k in wave.params if k.startswith(prefix)}
     params, update = ({k: tensors[prefix + k] for k in sorted(inner)} for tensors in (wave.params, wave.update))
     buffers = {k.removeprefix(prefix): t for k, t in wave.buffers.items() if k.startswith(prefix)}
     local = known.chain.local
-    slower = replace(local, rate=local.rate * size / known.batch_size, batch_size=None)
+    slower = replace(local, rate=local.rate / known.batch_size, batch_size=None)
     chain = Chain(tuple(slower if link is local else link for link in known.chain.links))
     # labels belong to places only if the attacker has them in the client's order, which is not guaranteed
-    labels = None if known.labels is None or is_cross_entropy(known.loss) else known.labels[:, i::count]
+    labels = None if known.labels is None or is_cross_entropy(known.loss) else known.labels[:, i : i + 1]
     part = replace(wave, params=params, update=update, buffers=buffers)
-    return part, replace(known, model=networks[i], chain=chain, batch_size=size, labels=labels)
+    return part, replace(known, model=networks[i], chain=chain, batch_size=1, labels=labels)
 
 
-def _proven(result: Reconstruction, params: Params, update: Params, known: Knowledge) -> bool:
-    """Return whether an image gives its part of the update and others do not: behind dead neurons any image does."""
-    if result.x is None or result.y is None:
-        return False
-    other = result.x + MOVED * torch.randn(result.x.shape, generator=generator("proof")).to(result.x)
-    given, moved = (known.forward(params, Batch(x, result.y), None) for x in (result.x, other))
-    return FARTHER * relative_error(given, update) < relative_error(moved, update)
-
-
-def _merged(parts: Sequence[tuple[Reconstruction, bool]], known: Knowledge) -> Reconstruction:
-    results = [r for r, _ in parts]
-    places = [range(i, known.batch_size, len(parts)) for i in range(len(parts))]
-    proven = sum(len(place) for (_, exact), place in zip(parts, places, strict=True) if exact)
-    note = f"{proven} of {known.batch_size} images proven exact (no other image gives their part of the update)"
+def _merged(results: Sequence[Reconstruction], known: Knowledge) -> Reconstruction:
     failed = next((r for r in results if r.status != "converged"), None)
-    order = torch.tensor([i for place in places for i in place]).argsort()
     nothing = torch.empty(0, *known.shape)
-    x = [
-        fill_with_mean(nothing if r.x is None else r.x, len(place), known)
-        for r, place in zip(results, places, strict=True)
-    ]
+    x = [fill_with_mean(nothing if r.x is None else r.x, 1, known) for r in results]
     y = [r.y for r in results if r.y is not None]
     return Reconstruction(
-        x=None if all(r.x is None for r in results) else torch.cat(x)[order],
-        y=torch.cat(y)[order] if len(y) == len(results) else None,
+        x=None if all(r.x is None for r in results) else torch.cat(x),
+        y=torch.cat(y) if len(y) == len(results) else None,
         objective=sum(r.objective for r in results) / len(results),
         iterations=sum(r.iterations for r in results),
         seconds=0.0,
         status="converged" if failed is None or any(r.status == "converged" for r in results) else failed.status,
-        reason=note if failed is None else f"{note}; {failed.reason}",
+        reason="" if failed is None else failed.reason,
     )

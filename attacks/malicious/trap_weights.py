@@ -82,14 +82,11 @@ def _read(layer: str, alone: Wave, known: Knowledge) -> Reconstruction:
     x = LayerRows.of(alone.alone(0), layer).images(known)
     exact = on_grid(x)
     proven = torch.unique(snap_to_grid(x[exact]), dim=0)
-    others, agreed = _agreed(x[~exact])
-    places = max(0, known.batch_size - len(proven))
-    note = f"on the 8-bit grid; several rows agree on {min(agreed, places)} more"
-    return decoded(torch.cat([proven, others[:places]]), len(proven), alone, known, note)
+    return decoded(torch.cat([proven, _distinct(x[~exact])]), len(proven), alone, known)
 
 
-def _agreed(x: Tensor) -> tuple[Tensor, int]:
-    """Distinct images within the range of pixels, those in most rows first; and how many are in several rows."""
+def _distinct(x: Tensor) -> Tensor:
+    """Distinct images within the range of pixels, those in most rows first."""
     flat = x.flatten(1)
     inside = ((flat > -AGREED) & (flat < 1 + AGREED)).all(1)
     x, flat = x[inside][:COMPARED], flat[inside][:COMPARED]
@@ -98,4 +95,4 @@ def _agreed(x: Tensor) -> tuple[Tensor, int]:
     for k in same.sum(1).argsort(descending=True, stable=True).tolist():
         if not bool(same[k, kept].any()):
             kept.append(k)
-    return x[kept], int((same[kept].sum(1) > 1).sum())
+    return x[kept]

@@ -30,11 +30,8 @@ from fedgauge.server.views.snapshot import RunSnapshot
 SMALL = 96  # pixels per side of an image
 CURVE = 24  # pixels of height of a channel's curve
 PARTS = 9  # curves, channels or slices in one picture
-WORD_BYTES = 40  # per marked word
 PAGE = 24  # cards in one answer
 BYTES = 1_000_000  # for cards with pictures, so that a report stays below 6 MB
-CARD_BYTES = 900  # of one card without its pictures, about
-IMAGE_BYTES = 350  # of one picture without its pixels, about
 NO_TRUTH, NOT_HERE, NOT_GRADED = "the truth stays with the client", "no truth here", "not graded"
 
 Kind = Literal["image", "text"]
@@ -202,15 +199,6 @@ class Gallery:
         """True if the truth is on this machine and each example has one label."""
         return self.shards is not None and self.shards.dataset.labelled
 
-    @property
-    def example_bytes(self) -> int:
-        """Largest size of one image in base64; approximate size of a text."""
-        shape = (3, SMALL, SMALL) if self._dataset is None else self._dataset.shape
-        if self.kind == "text":
-            return WORD_BYTES * shape[0]
-        channels, *size = picture(torch.zeros(shape)).shape
-        return channels * math.prod(min(side, SMALL) for side in size) * 4 // 3
-
     def rows_at(self, round: int, client: int) -> list[int]:
         """Return the training examples of a client in a round; empty if the data is not on this machine."""
         if self.shards is None or client >= len(self.shards.indices):
@@ -285,9 +273,10 @@ def sampled(strengths: Mapping[Place, float], limit: int) -> list[Place]:
 
 
 def sample_of(gallery: Gallery) -> list[Place]:
-    """Choose as many examples of a gallery as fit into BYTES."""
-    card_bytes = CARD_BYTES + (1 + len(gallery.attacks)) * (gallery.example_bytes + IMAGE_BYTES)
-    return sampled(gallery.attacked(), max(3, BYTES // card_bytes))
+    """Choose as many examples of a gallery as fit into BYTES, if their cards are as large as that of the median leak."""
+    strengths = gallery.attacked()
+    size = len(repr(gallery.card(*ordered(strengths)[len(strengths) // 2]))) if strengths else BYTES
+    return sampled(strengths, max(3, BYTES // size))
 
 
 def worst_cases(gallery: Gallery, count: int) -> list[Card]:

@@ -18,7 +18,7 @@ from fedgauge.client.rng import generator
 from fedgauge.client.transforms import per_example
 from fedgauge.client.update import Batch
 from fedgauge.defenses.clip import clip
-from tests.attacks.malicious.served import answer, check_refused, proven, read
+from tests.attacks.malicious.served import answer, check_refused, read
 
 SHAPE, CLASSES = (1, 6, 6), 5
 MEAN, STD = (0.4,), (0.3,)
@@ -78,7 +78,6 @@ def test_a_batch_is_read_in_its_order_with_its_labels(seed: int, size: int, spar
     assert found.x is not None and found.y is not None
     assert float(psnr(batch.x, found.x).min()) > 60
     assert torch.equal(found.y, batch.y)
-    assert proven(found) == size
 
 
 def test_any_attack_works_on_the_parts() -> None:
@@ -91,7 +90,7 @@ def test_any_attack_works_on_the_parts() -> None:
     assert not torch.equal(found.x[0], found.x[1])
 
 
-def test_buffers_of_each_network_are_its_own_and_what_any_image_gives_proves_none() -> None:
+def test_buffers_of_each_network_are_its_own() -> None:
     """In this network every neuron is off: the update is the same for all images."""
     model = separate(convnet((1, 9, 9), CLASSES, width=1), 2).eval()
     known = Knowledge(model, chain(local_sgd(0.1)), (1, 9, 9), CLASSES, 2, MEAN, STD)
@@ -103,22 +102,15 @@ def test_buffers_of_each_network_are_its_own_and_what_any_image_gives_proves_non
     how = separated({"use": "inverting_gradients"})
     (found,) = how.reconstruct(wave, known, Budget(2), [partial(generator, "separate")])
     assert found.x is not None and found.x.shape == (2, 1, 9, 9)
-    assert proven(found) == 0
-
-
-def test_what_several_examples_share_is_left_open() -> None:
-    """Three networks for four examples: the first has two, which the analytic attack does not take apart."""
-    known, batch = knowledge(network(3), 4), examples(2, 4)
-    found = attacked(known, batch, separated())
-    assert found.x is not None and found.y is None
-    assert found.status == "converged" and proven(found) == 2
-    assert "this one sums 2" in found.reason
-    assert float(psnr(batch.x, found.x)[1:3].min()) > 60
-    torch.testing.assert_close(found.x[[0, 3]], examples(10**6, 9).x.mean(0).expand(2, *SHAPE))
 
 
 def test_inseparable_batches_are_refused_by_both() -> None:
     plain, one_by_one = chain(local_sgd(0.1)), chain(per_example(clip(1.0)), local_sgd(0.1))
     slices = chain(local_sgd(0.1, steps=2, batch_size=2))
-    for model, links in ((mlp(SHAPE, CLASSES), plain), (network(4), one_by_one), (network(4), slices)):
+    for model, links in (
+        (mlp(SHAPE, CLASSES), plain),
+        (network(4), one_by_one),
+        (network(4), slices),
+        (network(3), plain),
+    ):
         check_refused(separate_models(4), separated(), knowledge(model, 4, links))

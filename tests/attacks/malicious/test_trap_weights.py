@@ -95,7 +95,7 @@ def test_rows_that_agree_prove_nothing() -> None:
     params["1.bias"] += 100  # every row is on
     params["3.weight"] *= 1e-4  # an untrained network that says the same of everything
     found = read(known, params, Batch(batch.x, torch.tensor([1, 1])))
-    assert found.x is not None and proven(found) == 0 and "agree on 1 more" in found.reason
+    assert found.x is not None and proven(found) == 0
     assert torch.allclose(found.x[0], batch.x.mean(0), atol=1e-2)
 
 
