@@ -28,7 +28,6 @@ from fedgauge.attacks.engine.batch_limiter import raise_if_exhausted
 from fedgauge.attacks.engine.computation import containers, error_line, run, undisturbed
 from fedgauge.attacks.engine.gradients.factored import formed
 from fedgauge.attacks.engine.gradients.per_problem import local_training_changes
-from fedgauge.attacks.engine.gradients.recurrent import stepwise
 from fedgauge.attacks.problem import Problem, Unattackable, refuse
 from fedgauge.client.gradient import gradient
 from fedgauge.client.local_training import local_sgd
@@ -441,8 +440,7 @@ def _rules_alone() -> Iterator[None]:
 def twice_differentiable() -> Iterator[None]:
     """A context in which all layers have a second derivative; values and first derivatives stay the same.
 
-    Hard sigmoid by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused
-    kernels; recurrent layers step by step.
+    Hard sigmoid by clamping; weighted embedding bags by embeddings; attention by its formula instead of fused kernels.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -455,7 +453,7 @@ def twice_differentiable() -> Iterator[None]:
 
 class _Composed(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (stepwise(func, args) or _COMPOSED.get(func, func))(*args, **(kwargs or {}))
+        return _COMPOSED.get(func, func)(*args, **(kwargs or {}))
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:

@@ -1,8 +1,6 @@
 """Examine this machine: versions, hardware, local data, weights."""
 
-import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -24,10 +22,6 @@ def examine() -> list[CheckResult]:
         needed = name not in ("transformers", "rouge-score", "fedgauge")
         results.append(CheckResult(name, version is not None, needed, version or f"not installed: pip install {name}"))
     results += [*gpus(), attempt("Ray", _ray, needed=False)]
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # next to Python's
-    program = shutil.which("flower-superlink", path=path)
-    found = program or "no flower-superlink on the path"
-    results.append(CheckResult("Flower's programs", program is not None, True, found))
     folder = data_folder()
     message = str(folder or "not set (FEDGAUGE_DATA names the folder); public data is downloaded on first use")
     results.append(CheckResult("local data", folder is not None, False, message))

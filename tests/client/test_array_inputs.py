@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fedgauge.attacks.base import Budget
-from fedgauge.attacks.engine.compatibility import forward_problem, twice_differentiable
+from fedgauge.attacks.engine.compatibility import forward_problem
 from fedgauge.attacks.engine.gradient_distances import each, squared
-from fedgauge.attacks.engine.gradients.per_problem import gradients
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.matching.problems import scale_of
 from fedgauge.attacks.plan import PlannedAttack
@@ -137,46 +136,6 @@ def test_values_that_are_not_finite_and_networks_of_images_are_named(tmp_path: P
         federation(stored(tmp_path, (3, 16)), {"use": "lenet"}).check()
     found = forward_problem(TwoInputs(), {}, torch.rand(2, 3))
     assert found is not None and found.code == "several inputs"
-
-
-@pytest.mark.parametrize("cell", [nn.GRU, nn.LSTM, nn.RNN])
-@pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_recurrent_layers_step_by_step_are_torch_s(cell: Any, both: bool, batch_first: bool) -> None:
-    layer = cell(3, 4, num_layers=2, bidirectional=both, batch_first=batch_first).double()
-    x = torch.rand(5, 6, 3, dtype=torch.float64)
-    expected = layer(x)
-    with twice_differentiable():
-        found = layer(x)
-    assert torch.allclose(found[0], expected[0])
-    for a, b in zip(*(s if isinstance(s, tuple) else (s,) for s in (found[1], expected[1])), strict=True):
-        assert torch.allclose(a, b)
-
-
-class RunSnapshot(nn.Module):
-    def __init__(self, batch_first: bool) -> None:
-        super().__init__()
-        self.first, self.body, self.head = batch_first, nn.GRU(2, 5, batch_first=batch_first), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        steps = x.transpose(1, 2) if self.first else x.permute(2, 0, 1)
-        out: Tensor = self.head(self.body(steps)[0].mean(1 if self.first else 0))
-        return out
-
-
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_the_gradients_of_many_recurrent_problems_come_in_one_pass(batch_first: bool) -> None:
-    model = RunSnapshot(batch_first).double()
-    x = torch.rand(4, 2, 2, 6, dtype=torch.float64, requires_grad=True)
-    y = torch.tensor([[0, 1], [2, 0], [1, 1], [2, 2]])
-    params = {k: p.detach() for k, p in model.named_parameters()}
-    found = gradients(model, params, x, y, 1.0, False)
-    for i in range(4):
-        loss = nn.functional.cross_entropy(model(x[i]), y[i])
-        for (name, _), expected in zip(
-            model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
-        ):
-            assert torch.allclose(found[name][i], expected, atol=1e-10)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------------- masks

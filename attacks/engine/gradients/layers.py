@@ -23,7 +23,6 @@ from fedgauge.attacks.engine.gradients.factored import (
     as_matrices,
     formed,
 )
-from fedgauge.attacks.engine.gradients.recurrent import stepwise
 from fedgauge.client.update import Params
 
 KEPT = 2**21  # numbers up to which an input's windows are kept between passes instead of being made again
@@ -51,9 +50,6 @@ class CallRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in self.layers:
             return self.layers[func](self, *args, **kwargs)
-        if (layer := stepwise(func, args)) is not None:
-            with self:
-                return layer(*args)
         result = func(*args, **kwargs)
         if any(isinstance(part, Tensor) for part in tree_leaves(result)):  # not just a shape or a type
             raise Unsupported(f"a parameter goes into {getattr(func, '__name__', func)}")
