@@ -59,13 +59,12 @@ class separate_models(ServerAttack):
 
 def _separable(known: Knowledge) -> SeparateNetworks:
     """The network; ValueError where examples share sub-networks."""
-    if not isinstance(known.model, SeparateNetworks):
-        raise ValueError("all examples share one network: the attack needs one network for each example")
     each, size = any(map(is_per_example, known.chain.links)), known.batch_size
     if each or not known.chain.local.plain or known.chain.slice_of(size) < size:
         raise ValueError("examples are separable only by plain steps on the whole batch, and the clients take others")
-    if len(known.model.models) < size:
-        raise ValueError(f"{size} examples share {len(known.model.models)} networks: set count = {size}")
+    count = len(known.model.models) if isinstance(known.model, SeparateNetworks) else 1
+    if not isinstance(known.model, SeparateNetworks) or count < size:
+        raise ValueError(f"{size} examples share {count} networks: the attack needs separate_models with count = {size}")
     return known.model
 
 
