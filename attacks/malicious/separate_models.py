@@ -64,7 +64,7 @@ def _separable(known: Knowledge) -> SeparateNetworks:
         raise ValueError("examples are separable only by plain steps on the whole batch, and the clients take others")
     count = len(known.model.models) if isinstance(known.model, SeparateNetworks) else 1
     if not isinstance(known.model, SeparateNetworks) or count < size:
-        raise ValueError(f"{size} examples share {count} networks: the attack needs separate_models with count = {size}")
+        raise ValueError(f"{size} examples share {count} networks: use separate_models with count = {size}")
     return known.model
 
 
