@@ -185,7 +185,7 @@ def test_the_overlap_of_masks_by_hand() -> None:
 
 def test_a_mask_of_another_size_than_the_output_is_named_before_training(tmp_path: Path) -> None:
     fed = federation(stored(tmp_path, (1, 8, 8), masks()), {"use": f"{HERE}:segmenting", "stride": 2})
-    with pytest.raises(SpecError, match="4 x 4.* 8 x 8"):
+    with pytest.raises(SpecError, match="4, 4.* 8, 8"):
         fed.check()
 
 
