@@ -35,7 +35,7 @@ def check_attacks(scenario: Scenario, patience: float = math.inf) -> Iterator[Ch
     source, began, results = PublicSource(scenario.federation), time.perf_counter(), list[CheckResult]()
     auditor = Auditor(source, scenario.plan.seed, few=FEW)
     for attack in planned:
-        reason = _untried(attack) or ("no time is left" if time.perf_counter() - began > patience else "")
+        reason = untried(attack) or ("no time is left" if time.perf_counter() - began > patience else "")
         name = f"attack {attack.name}"
         if reason:
             results.append(CheckResult(name, None, False, reason))
@@ -52,7 +52,7 @@ def check_attacks(scenario: Scenario, patience: float = math.inf) -> Iterator[Ch
         yield CheckResult(PLAN, False, False, Problem(NOT_APPLICABLE, "", why, remedy))
 
 
-def _untried(attack: PlannedAttack) -> str:
+def untried(attack: PlannedAttack) -> str:
     """Return the reason why an attack cannot be tried in seconds; empty if it can."""
     if attack.metric:
         return "it is graded by the clients' own batches"

@@ -37,6 +37,11 @@ def add_to(commands: Commands) -> None:
     examined = commands.add(doctor, with_run=False)
     text = "a scenario, or a client's own file; default: this machine"
     path(examined, "scenario", "SCENARIO.toml|CLIENT.toml", text, nargs="?")
+    flag(
+        examined,
+        "--speed",
+        "also measure, in about a minute, how many updates an hour the scenario's searches read here",
+    )
     add_settings(examined)
     grid = commands.add(sweep, with_run=False)
     path(grid, "sweep", "SWEEP.toml")
@@ -97,21 +102,26 @@ def doctor(options: argparse.Namespace) -> int:
 
     file: Path | None = options.scenario
     if file is None:
-        refuse({"--set changes a value of a scenario: name its file": options.set})
+        refuse({"--set and --speed are of a scenario: name its file": options.set or options.speed})
         results = examine()
     elif _is_owners(file):
         from fedgauge.simulations.checks.owner_check import check_owner, history
 
-        refuse({f"{file}: an owner decides by the file only: omit --set and --allow": options.set or options.allow})
+        more = options.set or options.speed or options.allow
+        refuse({f"{file}: an owner decides by the file only: omit --set, --speed and --allow": more})
         owner = OwnerConfig.load(file)
         results = [*check_owner(owner), *history(owner)]
     else:
         from fedgauge.simulations.checks.scenario_check import check
+        from fedgauge.simulations.checks.speed import speeds
 
         with warnings.catch_warnings(record=True) as warned:
             # how fast a transformer infers without a mask: nothing is inferred here
             warnings.filterwarnings("ignore", "enable_nested_tensor is True", UserWarning)
-            results = check(Scenario.load(file, options.set))
+            scenario = Scenario.load(file, options.set)
+            results = check(scenario)
+            if options.speed and not any(result.needed and result.works is False for result in results):
+                results += speeds(scenario)
         for words in dict.fromkeys(str(w.message) for w in warned):  # the network is built and run many times
             print(f"warning: {words}", file=sys.stderr)
     missing, optional = ("missing", "optional") if file is None else ("wrong", "note")
