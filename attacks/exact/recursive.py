@@ -34,9 +34,7 @@ from fedgauge.client.update import Batch, Params, Update, relative_error
 
 LARGEST = 4096  # values that a layer reads, up to which its equations are solved in seconds
 LARGEST_BENT = 2400  # the same where they are solved again at each step
-STARTS = 6  # of up to MANY bent equations, the first at the mean
-MANY = 512
-STEPS = 30  # from each
+STEPS = 30  # of Gauss and Newton's method
 DAMPING = 1e-2  # of the first step, relative to the root mean square slope
 DAMPED = 12  # tries of one step, each more damped
 SOLVED = 100.0  # standard deviations, root mean square, up to which bent equations are solved
@@ -423,7 +421,7 @@ def _bent(
     stage: _Stage, delta: Tensor, known: _Estimate, gradient: Update, params: Params, noise: float, mean: Tensor,
     start: _Estimate | None,
 ) -> tuple[_Estimate, bool]:  # fmt: skip
-    """Solve a stage's equations by damped Gauss-Newton steps from several starts; and whether they are solved.
+    """Solve a stage's equations by damped Gauss-Newton steps; and whether they are solved.
 
     Args:
         known: the stage's output.
@@ -448,39 +446,28 @@ def _bent(
     def slopes(x: Tensor) -> Tensor:
         return torch.cat([along(misfits, x, part) for part in units.split(AT_ONCE)]).T
 
-    first = (mean if start is None else start.value).flatten()
-    enough = SOLVED**2 * len(misfits(first))
-    if start is not None and cost(first) <= enough:
+    x, damping = (mean if start is None else start.value).flatten(), DAMPING
+    now, enough = cost(x), SOLVED**2 * len(misfits(x))
+    if start is not None and now <= enough:
         return start, True
-    rng, found = generator("starts"), (math.inf, first)
-    for others in range(STARTS if mean.numel() <= MANY else 1):
-        x = first
-        if others:
-            x = mean.flatten() + torch.randn(mean.numel(), generator=rng, dtype=torch.float64)
-        now, damping = cost(x), DAMPING
-        for _ in range(STEPS):
-            slope, before = slopes(x), now
-            square = slope.T @ slope + units
-            down = slope.T @ misfits(x) + x - mean.flatten()
-            for _ in range(DAMPED):
-                pull = damping**2 * square.diagonal().mean()
-                factor, failed = torch.linalg.cholesky_ex(square + pull * units)
-                tried = x - torch.cholesky_solve(down[:, None], factor).flatten()
-                if not failed and (reached := cost(tried)) < now:
-                    x, now, damping = tried, reached, damping / 9
-                    break
-                damping *= 4
-            if now > (0.5 if now <= enough else 0.999) * before:
+    for _ in range(STEPS):
+        slope, before = slopes(x), now
+        square = slope.T @ slope + units
+        down = slope.T @ misfits(x) + x - mean.flatten()
+        for _ in range(DAMPED):
+            pull = damping**2 * square.diagonal().mean()
+            factor, failed = torch.linalg.cholesky_ex(square + pull * units)
+            tried = x - torch.cholesky_solve(down[:, None], factor).flatten()
+            if not failed and (reached := cost(tried)) < now:
+                x, now, damping = tried, reached, damping / 9
                 break
-        found = min(found, (now, x), key=lambda pair: pair[0])
-        solved = now <= enough
-        if solved:
+            damping *= 4
+        if now > (0.5 if now <= enough else 0.999) * before:
             break
-    now, x = found
     slope = slopes(x)
     estimate = _solved(stage, [torch.cat([slope, (slope @ x - misfits(x))[:, None]], 1)], mean)
     better = cost(estimate.value.flatten()) < now
-    return (estimate if better else estimate._replace(value=x.view_as(estimate.value))), solved
+    return (estimate if better else estimate._replace(value=x.view_as(estimate.value))), now <= enough
 
 
 def _deviation(own: Tensor, noise: float) -> float:
