@@ -295,9 +295,10 @@ def test_every_block_of_code_can_be_read(page: Path) -> None:
 
 def test_the_ledgers_example_is_a_question_that_a_ledger_answers(tmp_path: Path) -> None:
     (example,) = blocks(text_of("docs/watching.md"), "sql")
+    of_notebook = re.findall(r'read_sql_query\(\\"(.+?)\\"', text_of("docs/notebooks/read-a-ledger.ipynb"))
     Ledger(tmp_path / "ledger.sqlite", create=True).close()
     with closing(sqlite3.connect(f"file:{tmp_path}/ledger.sqlite?mode=ro", uri=True)) as db:
-        assert db.execute(example).fetchall() == []
+        assert [db.execute(question).fetchall() for question in (example, *of_notebook)] == [[], []]
 
 
 # --------------------------------------------------------------------------------------------------------- components

@@ -1,1 +1,1 @@
-"""Display of a run at work: terminal, plain lines, JSON log."""
+"""Display of a run at work: a line of the terminal that is kept up to date, or plain lines."""

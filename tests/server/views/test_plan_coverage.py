@@ -1,4 +1,4 @@
-"""Planned against attacked updates: counts that verdict, gate, terminal, page, report and JSON log share."""
+"""Planned against attacked updates: counts that verdict, gate, terminal, page and report share."""
 
 import json
 from collections.abc import Callable
