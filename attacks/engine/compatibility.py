@@ -262,8 +262,9 @@ def differentiation_of(known: Knowledge, params: Params, one_pass: bool) -> Diff
     refuse(forward_problem(known.model, params, x[0]))
     states = tuple(m.training for m in known.model.modules())
     steps = min(2, known.chain.local.steps)
-    # a loss in float64 is written as its original is
-    key = (one_pass, examples, steps, known.shape, known.classes, str(known.loss), like.device, states)
+    # a loss in float64 is written as its original is; a module does not write the function within it
+    loss = f"{known.loss}{getattr(known.loss, 'loss', '')}"
+    key = (one_pass, examples, steps, known.shape, known.classes, loss, like.device, states)
     found = _chosen.setdefault(known.model, {})
     # a trial is in float64 wherever the model computes in it, also for a search in float32
     if (key, torch.float64) not in found and (key, like.dtype) not in found:

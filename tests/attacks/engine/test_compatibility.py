@@ -18,6 +18,7 @@ from fedgauge.attacks.matching import recipes
 from fedgauge.attacks.matching.objective import Objective
 from fedgauge.attacks.matching.problems import Problems
 from fedgauge.attacks.matching.recipes import inverting_gradients
+from fedgauge.client.models.losses import FittedLoss
 from fedgauge.client.models.vision import detached_params
 from tests.attacks.matching.tiny_problems import network, normalise, scene, streams
 
@@ -86,6 +87,18 @@ def test_a_network_is_tried_once_for_searches_in_either_precision(
     ways = [differentiation_of(known, wave.params, True)]
     ways += [differentiation_of(doubled(known), double, True) for _ in range(2)]
     assert ways == 3 * [Differentiation("loop")] and tried == [torch.float64]
+
+
+def test_a_way_is_of_one_loss() -> None:
+    def deciding(outputs: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, y) * (2.0 if float(outputs.detach().max()) > 0 else 1.0)
+
+    wave, known, _ = scene(clients=2)
+    ways = [
+        differentiation_of(replace(known, loss=FittedLoss(loss, reads_input=False)), wave.params, True).route
+        for loss in (F.cross_entropy, deciding)
+    ]
+    assert ways == ["one pass", "loop"]
 
 
 def test_reading_what_does_not_depend_on_the_batch_leaves_one_pass() -> None:
