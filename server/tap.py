@@ -115,7 +115,11 @@ def _watch_start(kind: type[Strategy]) -> None:
         finally:
             _CURIOUS[id(self)] = asked
 
-    now: Any = watched
+    @functools.wraps(start)
+    async def awaited(self: Strategy, *args: Any, **options: Any) -> Any:
+        return await watched(self, *args, **options)
+
+    now: Any = awaited if inspect.iscoroutinefunction(start) else watched
     now._fedgauge = True
     kind.start = now  # type: ignore[method-assign]
 

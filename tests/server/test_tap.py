@@ -702,6 +702,7 @@ def test_a_start_that_returns_before_the_training_is_recorded_to_its_end(
 ) -> None:
     curious(FedAvg(), audit, audit.parent / "other")  # from now on FedAvg's own start is watched, too
     strategy = curious(kind(), audit, audit.parent / "run")
+    assert inspect.iscoroutinefunction(strategy.start) == (kind is Awaited), "an app may ask before it awaits"
     wait(start(strategy, Nodes()))
     if isinstance(strategy, Aside):
         strategy.may_train.set()
