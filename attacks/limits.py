@@ -136,7 +136,7 @@ def observed(known: Knowledge) -> tuple[UpdateFn, UpdateDistribution]:
     """
     found = known_noise(known.chain)
     if found is None:
-        raise ValueError("the chain has no noise of a known density")
+        raise ValueError("the values that the server sees have no noise of a known density")
     for name, module in known.model.named_modules():
         dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0
         if dropout or isinstance(module, StochasticLayer):

@@ -25,9 +25,7 @@ class Tolerance:
     group: int
     threshold: int
     curious: int  # clients that may help a server that follows the protocol
-    lying: (
-        int  # clients that may help one that falsifies lists of dropouts, but forges no keys; below 0: none is needed
-    )
+    lying: int  # clients that may help one that falsifies lists of dropouts but no keys; below 0: none is needed
     dropouts: int  # clients that may drop out while there is a sum
 
     @property

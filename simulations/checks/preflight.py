@@ -198,7 +198,7 @@ class _Probe:
         floor = in_db(float((guess - some.x).square().mean()))
         guessing = f"guessing the mean image{' of each class' if classes else ''} gets {decibel(floor)} dB"
         if not noise_is_known(self.fed):
-            no_noise = "the chain has no noise of a known density"
+            no_noise = "the values that the server sees have no noise of a known density"
             nothing = "a closed form reads examples exactly" if self.exact else no_noise
             words = f"no limit: {nothing}; {guessing}"
             return Finding("weak", words, "noise of a known density (gaussian, dp_sgd)")
