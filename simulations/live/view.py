@@ -17,70 +17,60 @@ from fedgauge.server.views.formatting import in_unit
 from fedgauge.server.views.snapshot import RunSnapshot
 from fedgauge.server.views.strength import best_of, final_accuracy
 
-EVERY = 1.0  # seconds between two readings of the ledger
-PLAIN_EVERY = 5.0  # seconds between plain lines
-
 
 class View:
-    """View that shows nothing; `note`: what the run waits for."""
+    """View that shows nothing."""
 
     def __init__(self, reading: RunSnapshot) -> None:
-        self.reading, self.note = reading, ""
-        self._started, self._read_at = monotonic(), -inf
+        self.reading = reading
 
     @contextmanager
     def shown(self) -> Iterator["View"]:
         with closing(self.reading):
             yield self
 
-    def update(self) -> None:
-        self.refresh()
-
-    def refresh(self, force: bool = False) -> None:
-        """Read changes, at most once a second unless forced."""
-        if force or monotonic() - self._read_at >= EVERY:
-            self._read_at = monotonic()
-            with self.reading.now():
-                pass
+    def update(self, force: bool = False) -> None:
+        """Show what has changed, now and then unless forced."""
 
     def say(self, text: str) -> None:
         """Show a message next to the view."""
-
-    @property
-    def line(self) -> str:
-        """The state of the run, and the note, until its first round is recorded."""
-        waiting = self.note if not self.reading.rounds else ""
-        return "; ".join(filter(None, (progress_line(self.reading), waiting)))
 
 
 class Lines(View):
     """View with a plain line every few seconds after a change."""
 
-    _printed, _last = -inf, ""
+    every = 5.0  # seconds between two readings of the ledger
+    _read_at, _last = -inf, ""
+
+    def __init__(self, reading: RunSnapshot) -> None:
+        super().__init__(reading)
+        self._started = monotonic()
 
     @contextmanager
     def shown(self) -> Iterator[View]:
         with super().shown():
             yield self
-            self._print(force=True)
+            self.update(force=True)
 
-    def update(self) -> None:
-        if monotonic() - self._printed >= PLAIN_EVERY:
-            self._print()
+    def update(self, force: bool = False) -> None:
+        if force or monotonic() - self._read_at >= self.every:
+            self._read_at = monotonic()
+            with self.reading.now():
+                self._show(progress_line(self.reading))
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def _print(self, force: bool = False) -> None:
-        self.refresh(force)
-        self._printed = monotonic()
-        if self.line != self._last:
-            self._last = self.line
-            self.say(f"[{monotonic() - self._started:5.0f} s] {self._last}")
+    def _show(self, line: str) -> None:
+        if line != self._last:
+            self.say(f"[{monotonic() - self._started:5.0f} s] {line}")
+        self._last = line
 
 
 class LiveLine(Lines):
     """View with one line that is kept up to date, and wiped at the end."""
+
+    every = 1.0
 
     def __init__(self, reading: RunSnapshot, console: Console) -> None:
         super().__init__(reading)
@@ -91,9 +81,8 @@ class LiveLine(Lines):
         with closing(self.reading), self._live:
             yield self
 
-    def update(self) -> None:
-        self.refresh()
-        self._live.update(Text(printable(self.line)), refresh=True)
+    def _show(self, line: str) -> None:
+        self._live.update(Text(printable(line)), refresh=True)
 
 
 def view_of(run: Run, console: Console, quiet: bool = False, scenario: Scenario | None = None) -> View:

@@ -61,7 +61,7 @@ def simulate(
                 if scenario.audit.curious:
                     service = ending.enter_context(closing(attack_service(run)))
                 loads = "the training" if in_memory else "Flower's simulation engine and the clients"
-                view.note = f"waiting for {loads} to load"
+                view.say(f"fedgauge: waiting for {loads} to load")
                 _train(run, ledger, view, interrupt, in_memory)
         except TrainingFailed as error:
             failed = error

@@ -31,11 +31,8 @@ def test_who_looks_decides_on_the_view(taped: Run) -> None:
     assert kind(True, force_terminal=True) is View
 
 
-def test_a_line_says_what_it_counts_and_what_it_waits_for(
-    taped: Run, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_says_what_it_counts(taped: Run, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     view = Lines(RunSnapshot(taped))
-    view.note = "waiting for Flower"
     with view.shown(), taped.ledger() as ledger:
         view.update()
         told = capsys.readouterr()
@@ -64,22 +61,13 @@ def test_the_result_of_numbers_has_its_name_before_the_first_score(tmp_path: Pat
         assert "; R2 25.0%;" in progress_line(reading)
 
 
-def test_a_note_is_shown_before_the_first_round(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    view = Lines(RunSnapshot(run))
-    view.note = "waiting for Flower"
-    with view.shown(), run.lock("training"):
-        view.update()
-        assert capsys.readouterr().err == "[    0 s] round 0/4; 0 of 16 jobs done; waiting for Flower\n"
-
-
 def test_a_live_line_follows_the_ledger_and_is_wiped(run: Run, clock: Clock) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, legacy_windows=False, _environ={})
     view = LiveLine(RunSnapshot(run), console)
-    view.note = "[red]waiting\x07"
     with view.shown(), run.ledger() as other:
         view.update()
-        assert "0/4" in file.getvalue() and "[red]waiting" in file.getvalue()
+        assert "0/4" in file.getvalue()
         other.record_round(3, 0.7, 1.0, 1.0)
         clock.now += 1
         view.update()
