@@ -1,4 +1,4 @@
-"""Try every planned attack for one iteration, on an update computed from auxiliary examples.
+"""Try every planned attack for one iteration, on an update computed from auxiliary examples; time those that search.
 
 Attacks that first train a network are not tried; those that learn in closed form learn from a few examples here.
 """
@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from fedgauge.attacks.base import Reconstruction
+from fedgauge.attacks.engine.devices import compute_on
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.images import DECODERS
 from fedgauge.attacks.plan import ATTACK, PlannedAttack
@@ -25,6 +26,8 @@ SECONDS = 10.0  # of a trial, for attacks that watch the clock
 PATIENCE = 10.0  # seconds for all trials before a run
 NOT_APPLICABLE = "not applicable"
 PLAN = "the whole plan"
+ENOUGH = 1.0  # seconds that tell an iteration's time from noise
+CALLS = 0.7  # of the time for one update, up to which each update of a wave costs so little that calls take the time
 
 
 def check_attacks(scenario: Scenario, patience: float = math.inf) -> Iterator[CheckResult]:
@@ -35,7 +38,7 @@ def check_attacks(scenario: Scenario, patience: float = math.inf) -> Iterator[Ch
     source, began, results = PublicSource(scenario.federation), time.perf_counter(), list[CheckResult]()
     auditor = Auditor(source, scenario.plan.seed, few=FEW)
     for attack in planned:
-        reason = untried(attack) or ("no time is left" if time.perf_counter() - began > patience else "")
+        reason = _untried(attack) or ("no time is left" if time.perf_counter() - began > patience else "")
         name = f"attack {attack.name}"
         if reason:
             results.append(CheckResult(name, None, False, reason))
@@ -52,7 +55,7 @@ def check_attacks(scenario: Scenario, patience: float = math.inf) -> Iterator[Ch
         yield CheckResult(PLAN, False, False, Problem(NOT_APPLICABLE, "", why, remedy))
 
 
-def untried(attack: PlannedAttack) -> str:
+def _untried(attack: PlannedAttack) -> str:
     """Return the reason why an attack cannot be tried in seconds; empty if it can."""
     if attack.metric:
         return "it is graded by the clients' own batches"
@@ -81,3 +84,43 @@ def _once(auditor: Auditor, source: PublicSource, planned: PlannedAttack) -> Fou
         remedy = "return new tensors (not t.mul_()), as other attacks read the same ones"
         return Problem("changes input", "it", "changes the update or the weights that it gets", remedy)
     return Problem(NOT_APPLICABLE, "", result.reason) if result.status == "not_applicable" else "works"
+
+
+def speeds(scenario: Scenario) -> Iterator[CheckResult]:
+    """Time every planned attack that searches, on the first of the scenario's devices, for one update and for a wave."""
+    device, fed = scenario.audit.devices_here()[0], scenario.federation
+    torch.set_num_threads(1)  # as a worker
+    compute_on(device, scenario.audit.precision, deterministic=False)
+    auditor = Auditor(PublicSource(fed), scenario.plan.seed, device, few=FEW)
+    for planned in scenario.plan.attacks:
+        if planned.role == "attack" and planned.budget.iterations > 1 and not _untried(planned):
+            yield attempt(f"speed of {planned.name}", partial(_speed, scenario, auditor, planned, device), needed=False)
+
+
+def _speed(scenario: Scenario, auditor: Auditor, planned: PlannedAttack, device: torch.device) -> str:
+    wave, work = scenario.plan.wave, planned.budget.iterations * planned.budget.restarts
+    one, together = (_iteration(scenario, auditor, planned, count) for count in (1, wave))
+    if together * work < ENOUGH:
+        return f"under a second for {wave} updates"
+    rate = 3600 * wave / (together * work)
+    words = f"{rate:,.0f} updates an hour by a worker on {device}, {wave} at once ({work:,} iterations each)"
+    if together < CALLS * one * wave:
+        return f"{words}; one alone takes {one / together:.0%} of the time of {wave}: a larger [audit] wave is faster"
+    return f"{words}; arithmetic takes the time: a larger [audit] wave changes little"
+
+
+def _iteration(scenario: Scenario, auditor: Auditor, planned: PlannedAttack, count: int) -> float:
+    """Seconds of one iteration on some updates together: the difference of two runs, without what is done once."""
+    source = PublicSource(scenario.federation, count=count)
+
+    def seconds(iterations: int) -> float:
+        short = replace(planned, budget=replace(planned.budget, iterations=iterations, restarts=1, seconds=None))
+        began = time.perf_counter()
+        auditor.attack(short, source.all, source.members)
+        return time.perf_counter() - began
+
+    seconds(1)  # libraries choose their algorithms
+    few = 2
+    while (spent := seconds(3 * few) - seconds(few)) < ENOUGH and few < planned.budget.iterations:
+        few *= 2
+    return max(spent, 0.0) / (2 * few)

@@ -112,8 +112,8 @@ def doctor(options: argparse.Namespace) -> int:
         owner = OwnerConfig.load(file)
         results = [*check_owner(owner), *history(owner)]
     else:
+        from fedgauge.simulations.checks.attack_trial import speeds
         from fedgauge.simulations.checks.scenario_check import check
-        from fedgauge.simulations.checks.speed import speeds
 
         with warnings.catch_warnings(record=True) as warned:
             # how fast a transformer infers without a mask: nothing is inferred here

@@ -8,7 +8,7 @@ import tomli_w
 
 from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.server.store.scenario import Scenario
-from fedgauge.simulations.checks import speed
+from fedgauge.simulations.checks import attack_trial
 from fedgauge.simulations.cli.main import main
 from tests.small_runs import SMALLEST
 
@@ -34,8 +34,8 @@ def test_the_rate_is_that_of_iterations_alone(
         now += 5 + planned.budget.iterations * (shared + each * len(wave)) * (planned.name != "analytic")
 
     monkeypatch.setattr(Auditor, "attack", attack)
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now)
-    searched, read = speed.speeds(Scenario.from_tables(SMALLEST | SEARCHES))
+    monkeypatch.setattr(attack_trial.time, "perf_counter", lambda: now)
+    searched, read = attack_trial.speeds(Scenario.from_tables(SMALLEST | SEARCHES))
     expected = 3600 * 4 / ((shared + 4 * each) * 200)
     assert searched.message.startswith(f"{expected:,.0f} updates an hour") and words in searched.message
     assert read.message == "under a second for 4 updates"
@@ -44,7 +44,7 @@ def test_the_rate_is_that_of_iterations_alone(
 def test_the_doctor_measures_a_scenario_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(speed, "ENOUGH", 0.02)
+    monkeypatch.setattr(attack_trial, "ENOUGH", 0.02)
     (tmp_path / "a.toml").write_text(tomli_w.dumps(SMALLEST | SEARCHES))
     assert main(["doctor", str(tmp_path / "a.toml"), "--speed"]) == 0
     told = capsys.readouterr().out
