@@ -47,11 +47,11 @@ PROBE = 4096  # entries of the test update that shows whether a link chooses wha
 
 
 def known_noise(chain: Chain) -> UpdateDistribution | None:
-    """Return the chain's noise; None without noise of a known density, or where only its sign is seen."""
+    """Return the chain's noise, of which perhaps only the sign is seen; None without noise of a known density."""
     noise = chain.update_distribution
     if any(isinstance(link, BatchTransform) for link in chain.links):
         return None  # the noisy update is computed from other examples, which no prior here describes
-    known = noise is not None and noise.noisy and not noise.signed and not any(map(_chooses, chain.links))
+    known = noise is not None and noise.noisy and not any(map(_chooses, chain.links))
     return noise if known else None
 
 
@@ -135,7 +135,7 @@ def observed(known: Knowledge) -> tuple[UpdateFn, UpdateDistribution]:
         ValueError: the density of this chain's or model's randomness is not known.
     """
     found = known_noise(known.chain)
-    if found is None:
+    if found is None or found.signed:
         raise ValueError("the values that the server sees have no noise of a known density")
     for name, module in known.model.named_modules():
         dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0

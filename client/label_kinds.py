@@ -112,8 +112,8 @@ class Binary(LabelKind):
         return self.public.mode().values.expand(count)
 
     def right(self, outputs: Tensor, y: Tensor) -> Tensor:
-        hits = (outputs.reshape(y.shape) > self.threshold) == (y > 0.5)
-        return hits.double().view(len(y), -1).mean(1)
+        hits = (outputs.view(len(y), -1) > self.threshold) == (y.view(len(y), -1) > 0.5)
+        return hits.double().mean(1)
 
 
 class Findings(Binary):

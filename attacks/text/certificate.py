@@ -168,7 +168,7 @@ class SentenceReader(EachByItself):
         verifier = GuessVerifier(alone, known)
         batch, error = self.read(verifier, budget, stream, deadline)
         y, reason = None if verifier.decodes else batch.y, verifier.verdict(batch, error)
-        if late := deadline.over() and error > TOLERANCE:
+        if late := deadline.over() and not error <= TOLERANCE:
             reason = f"its seconds were over; {reason}"
         status: Status = "out_of_budget" if late else "converged"
         return Reconstruction(batch.x, y, error, verifier.spent, 0.0, status, reason)

@@ -50,8 +50,9 @@ def seeded(*purpose: int | str) -> Generator:
     (chain(gaussian(0.5), SGD, mask(0.25)), UpdateDistribution(sigma=0.05, sparse=True, shrink=0.25)),
     (chain(gaussian(0.5), SGD, mask(0.25, seed=1)), UpdateDistribution(sigma=0.05, sparse=True)),
     (chain(gaussian(0.5), SGD, identity()), UpdateDistribution(sigma=0.05)),
+    (chain(gaussian(0.5), SGD, sign()), UpdateDistribution(sigma=0.05, signed=True)),
 ])  # fmt: skip
-def test_chains_with_a_limit(links: Chain, noise: UpdateDistribution) -> None:
+def test_chains_with_noise_of_a_known_density(links: Chain, noise: UpdateDistribution) -> None:
     found = known_noise(links)
     assert found is not None
     assert found.sigma == pytest.approx(noise.sigma)
@@ -63,7 +64,6 @@ def test_chains_with_a_limit(links: Chain, noise: UpdateDistribution) -> None:
     chain(per_example(clip(1.0)), SGD),
     chain(gaussian(0.0), SGD),
     chain(SGD, sign()),
-    chain(gaussian(0.5), SGD, sign()),
     chain(SGD, mask(0.5)),
     chain(sign(), gaussian(0.5), SGD),  # a mixture
     chain(gaussian(0.5), SGD, prune(0.5)),  # what it keeps tells of the values
