@@ -89,7 +89,7 @@ def tables_of(tables: Table, key: str) -> list[Table]:
     return [coerce(table, dict, f"[[{key}]] #{i}") for i, table in enumerate(listed, 1)]
 
 
-def layered(layers: Iterable[Table], joined: Collection[str], where: str) -> dict[str, Any]:
+def layered(layers: Iterable[Table], joined: Collection[str], where: str) -> Table:
     """One table of several: a later one replaces the keys of earlier ones, but tables under joined keys are joined."""
     result: dict[str, Any] = {}
     for layer in layers:

@@ -365,7 +365,7 @@ def _rescale(values: dict[str, Any], scale: float) -> None:
         values["weight_decay"] /= scale
 
 
-def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, Any]:
+def _schedule(draft: Draft, rates: Sequence[float]) -> dict[str, str | float]:
     """Return the schedule of the rate over a round's steps, or their mean rate."""
     changes = [k for k in range(1, len(rates)) if not math.isclose(rates[k], rates[0])]
     if not changes:
