@@ -105,7 +105,7 @@ def _speed(scenario: Scenario, auditor: Auditor, planned: PlannedAttack, device:
     rate = 3600 * wave / (together * work)
     words = f"{rate:,.0f} updates an hour by a worker on {device}, {wave} at once ({work:,} iterations each)"
     if together < CALLS * one * wave:
-        return f"{words}; a single one takes {one / together:.0%} of the time of {wave}: a larger [audit] wave is faster"
+        return f"{words}; a single one takes {one / together:.0%} of the time of {wave}: raise [audit] wave"
     return f"{words}; arithmetic takes the time: a larger [audit] wave changes little"
 
 
