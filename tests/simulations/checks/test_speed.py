@@ -20,9 +20,7 @@ SEARCHES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("each", "shared", "words"), [(0.01, 0.0, "arithmetic"), (0.001, 0.01, "raise [audit] wave")]
-)
+@pytest.mark.parametrize(("each", "shared", "words"), [(0.01, 0.0, "arithmetic"), (0.001, 0.01, "raise [audit] wave")])
 def test_the_rate_is_that_of_iterations_alone(
     monkeypatch: pytest.MonkeyPatch, each: float, shared: float, words: str
 ) -> None:
