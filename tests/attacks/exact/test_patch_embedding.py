@@ -126,6 +126,7 @@ def test_more_patches_than_width_are_completed_by_public_images() -> None:
     assert decibels(x, helped) > decibels(x, alone) + 3 > 15
 
 
+@pytest.mark.full
 def test_noise_takes_the_image_away_bit_by_bit() -> None:
     model = timm_vit()
     found = [decibels(*attacked(model, chain(gaussian(s), local_sgd(0.1)), auxiliary=200)) for s in (1e-7, 1e-4, 1.0)]

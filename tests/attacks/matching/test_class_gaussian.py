@@ -48,6 +48,7 @@ def test_it_beats_the_mean_of_the_class(noise: tuple[Any, ...]) -> None:
     assert found > reached(use="class_mean_image") + 1
 
 
+@pytest.mark.full
 def test_on_a_smooth_network_the_second_order_is_ahead() -> None:
     """A batch of four digits behind a LeNet, as in the challenge."""
     tables = {

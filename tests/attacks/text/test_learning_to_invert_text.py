@@ -170,6 +170,7 @@ def test_it_reads_unseen_sentences(links: Chain, attack: learning_to_invert_text
     assert {r.status for r in found} == {"converged"} and {r.iterations for r in found} == {400}
 
 
+@pytest.mark.full
 def test_several_sentences_are_read_in_whatever_order() -> None:
     wave, known, truth = threat(SPOKEN, 1200, size=2, clients=15)
     lengths = torch.stack([(t.x != 0).sum(1).sort().values for t in truth])

@@ -92,6 +92,7 @@ ROUNDED = (
 )
 
 
+@pytest.mark.full
 def test_a_row_says_why_its_low_leakage_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sweepsflat.py").write_text(ROUNDED)
     defenses = [{"name": "none", "chain": [SGD]}, {"name": "flat", "chain": [SGD, {"use": "sweepsflat:rounded"}]}]

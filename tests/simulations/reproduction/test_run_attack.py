@@ -57,6 +57,7 @@ def test_a_failed_attack_has_no_number_in_a_table_as_in_a_run_and_counts_as_blan
     assert float(found.values("mse").mean()) == pytest.approx(float(grey))
 
 
+@pytest.mark.full
 def test_blending_remembers_each_clients_own_images_in_turns() -> None:
     """Two clients in turns, the same image each time: from the third on a client's search begins where it ended before."""
     idlg, both = {"use": "idlg", "restart_above": 1e-5, "tolerance": 1e-5}, {"labels": "restored", "iterations": 400}
