@@ -338,7 +338,8 @@ def _check_value(loss: Loss, tried: Tried) -> None:
         outputs, y, x = tried
         value = loss_of(loss, outputs.detach().requires_grad_(), y, x)
         if not isinstance(value, Tensor) or value.dim() or not value.isfinite() or not value.requires_grad:
-            raise ValueError(f"it returned {value}")
+            shaped = isinstance(value, Tensor) and value.dim()
+            raise ValueError(f"it returned {f'a tensor of shape {tuple(value.shape)}' if shaped else value}")
 
 
 def _threshold(loss: FittedLoss, kind: type[LabelKind], tried: Tried) -> float:

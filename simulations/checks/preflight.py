@@ -229,7 +229,7 @@ class _Probe:
         once, often = (percent(power(0.01, math.sqrt(n) * mu)) for n in (1, times))
         words = (
             "batch membership: an attacker who knows the others detects half of the members with a probability of "
-            f"{once} or more at 1 % false positives, {often} after all rounds"
+            f"at least {once} at 1 % false positives, {often} after all rounds"
         )
         if power(0.01, math.sqrt(times) * mu) <= FAINT:
             return Finding("holds", words)

@@ -53,7 +53,7 @@ def init(options: argparse.Namespace) -> int:
     owners = (options.grading, options.sampling)
     folder = Deployment.create(options.folder, options.clients, options.host, chosen, *owners).folder
     quoted, token = shlex.quote(str(folder)), (folder / "secrets" / "dashboard").read_text()
-    print(f"{folder}: {many(options.clients, 'client')}; start it with: ./compose.sh {quoted} up --detach")
+    print(f"{folder}: {many(options.clients, 'client')}; start it in a clone with: ./compose.sh {quoted} up --detach")
     print(f"the page is then http://127.0.0.1:8765/?token={token}")
     if packages := [*options.allow, *options.allow_too]:
         files = f"{folder}/clients/*/client.toml"

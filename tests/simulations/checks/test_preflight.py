@@ -147,7 +147,7 @@ def test_membership_is_estimated_from_norms_and_noise() -> None:
     often = mu * math.sqrt(max(1.0, 5 / min(map(len, chosen.federation.shards.indices))))
     told = finding(preflight(chosen), "batch membership")
     assert told.severity == "weak"
-    assert f" {100 * power(0.01, mu):.0f}\u00a0% or more" in told.words
+    assert f"at least {100 * power(0.01, mu):.0f}\u00a0%" in told.words
     assert f"{100 * power(0.01, often):.0f}\u00a0% after all" in told.words
     strong = scenario(chain=[clip, {"use": "gaussian", "sigma": 0.1}, SGD])
     assert finding(preflight(strong), "batch membership").severity == "holds"
