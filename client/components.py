@@ -20,8 +20,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from fedgauge.client import registry
-from fedgauge.client.registry import ALLOW, OWN, PLUG_INS, Entry, allowed, is_in
+from fedgauge.client import entry_points
+from fedgauge.client.entry_points import ALLOW, OWN, PLUG_INS, Entry, allowed, is_in
 
 Table = Mapping[str, Any]  # what TOML or JSON gives: values of mixed type, checked here
 ALLOW_PATH = "FEDGAUGE_ALLOW_PATH"  # folders, besides Python's own path, in which allowed packages are looked for
@@ -67,7 +67,7 @@ class ComponentKind:
 
     def entries(self) -> list[Entry]:
         """Every registered component of this kind, fedgauge's own first."""
-        return [entry for group in self.groups for entry in registry.entries(group)]
+        return [entry for group in self.groups for entry in entry_points.entries(group)]
 
     def names(self) -> list[str]:
         return sorted({entry.name for entry in self.entries()})
@@ -171,7 +171,7 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
     except Exception as error:
         words = str(error)
         line = own_line(error)
-        if line or is_in(str(getattr(target, "__module__", "")), registry.user_packages()):  # it may raise anything
+        if line or is_in(str(getattr(target, "__module__", "")), entry_points.user_packages()):  # it may raise anything
             words = f"{type(error).__name__}: {error}{line}"
         elif not isinstance(error, ValueError | RuntimeError | FileNotFoundError):  # RuntimeError: torch out of memory
             raise
@@ -182,7 +182,7 @@ def call(target: Callable[..., Any], arguments: Mapping[str, Any], where: str) -
 
 def own_line(error: BaseException) -> str:
     """The line of a user's package that raised an exception, in brackets; empty if none of them did."""
-    users = registry.user_packages()
+    users = entry_points.user_packages()
     own = [
         f"{frame.f_code.co_filename}, line {line}"
         for frame, line in traceback.walk_tb(error.__traceback__)

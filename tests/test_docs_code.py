@@ -20,7 +20,7 @@ from fedgauge.attacks.grading.audit import Auditor
 from fedgauge.attacks.modality.image_metrics import psnr_of
 from fedgauge.attacks.plan import PlannedAttack
 from fedgauge.attacks.source import FederationSource
-from fedgauge.client import registry
+from fedgauge.client import entry_points
 from fedgauge.client.components import allowing
 from fedgauge.client.federation import Federation
 from fedgauge.client.protocol import Protocol
@@ -214,7 +214,7 @@ def test_the_plug_in_is_installed_and_found(folder: Path, tmp_path: Path, monkey
     told = subprocess.run([*command, "--target", str(tmp_path / "site"), str(folder)], capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     monkeypatch.syspath_prepend(tmp_path / "site")
-    registry._installed.cache_clear()
+    entry_points._installed.cache_clear()
     try:
         found = {(c.kind, c.name): c for c in components_of() if c.package == "mine"}
         assert found.keys() == {("dataset", "bars"), ("link", "shrink"), ("attack", "descent")}
@@ -226,7 +226,7 @@ def test_the_plug_in_is_installed_and_found(folder: Path, tmp_path: Path, monkey
         assert "mine:" not in text
         scenario = Scenario.load(folder / "short.toml")  # nothing is allowed here
     finally:
-        registry._installed.cache_clear()
+        entry_points._installed.cache_clear()
     assert [type(link).__name__ for link in scenario.federation.chain.links] == ["local_sgd", "shrink"]
 
 

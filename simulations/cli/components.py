@@ -15,10 +15,10 @@ from fedgauge.attacks.malicious.server_attack import SERVER_ATTACK
 from fedgauge.attacks.matching.priors import PRIOR
 from fedgauge.attacks.plan import ATTACK
 from fedgauge.client.components import ComponentKind, is_own, resolve
+from fedgauge.client.entry_points import Entry
 from fedgauge.client.federation import DATASET, TRANSFORM
 from fedgauge.client.models.build import ADAPTER, MALICIOUS, MODEL, MODEL_DEFENSE
 from fedgauge.client.models.losses import LOSS
-from fedgauge.client.registry import Entry
 from fedgauge.server.strategy.build import STRATEGY
 
 KINDS: Mapping[str, ComponentKind] = {

@@ -106,9 +106,9 @@ def _carried_out(given: Sequence[str]) -> int:
 
 def _own_packages(options: argparse.Namespace) -> AbstractContextManager[None]:
     """Allow the user's packages, found in FEDGAUGE_ALLOW_PATH, the scenario's folder or the current folder."""
-    from fedgauge.client import components, registry
+    from fedgauge.client import components, entry_points
 
-    names = [*registry.allowed(), *options.allow, *getattr(options, "allow_too", [])]
+    names = [*entry_points.allowed(), *options.allow, *getattr(options, "allow_too", [])]
     if not names:
         return nullcontext()
     beside = [Path(file).parent for key in ("scenario", "sweep") if (file := getattr(options, key, None))]

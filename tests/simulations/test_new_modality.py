@@ -14,7 +14,7 @@ import tomli_w
 
 from fedgauge.attacks.modality import registry
 from fedgauge.client.components import SpecError, allowing
-from fedgauge.client.registry import ALLOW
+from fedgauge.client.entry_points import ALLOW
 from fedgauge.server.dashboard.web import make_app
 from fedgauge.server.pool.executors import LocalExecutor
 from fedgauge.server.pool.service import serve

@@ -9,7 +9,7 @@ import pytest
 from jsonschema import Draft7Validator
 
 from docs.generate.arguments import listed_arguments
-from fedgauge.client import registry
+from fedgauge.client import entry_points
 from fedgauge.simulations.cli.components import KINDS, components_of
 from fedgauge.simulations.cli.main import main
 
@@ -56,9 +56,9 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (site / "loudlinks.py").write_text(PLUG_IN)
     (site / "brokenlinks.py").write_text("raise SystemExit('no licence')\n")
     monkeypatch.syspath_prepend(site)
-    registry._installed.cache_clear()
+    entry_points._installed.cache_clear()
     yield
-    registry._installed.cache_clear()
+    entry_points._installed.cache_clear()
     for name in ("loudlinks", "brokenlinks"):
         sys.modules.pop(name, None)
 

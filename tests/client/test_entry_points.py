@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import pytest
 
 import fedgauge
-from fedgauge.client import registry
+from fedgauge.client import entry_points
 from fedgauge.client.components import ComponentKind
 from tests.forks import forked
 
@@ -194,7 +194,7 @@ def run(tmp_path: Path) -> Run:
             del os.environ[name]
         os.environ["PYTHONPATH"] = str(tmp_path)
         sys.path.insert(0, str(tmp_path))
-        registry._installed.cache_clear()
+        entry_points._installed.cache_clear()
         with (tmp_path / "printed").open("w") as printed, redirect_stdout(printed):
             exec(PRELUDE + program, {})
 
