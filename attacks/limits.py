@@ -47,7 +47,7 @@ PROBE = 4096  # entries of the test update that shows whether a link chooses wha
 
 
 def known_noise(chain: Chain) -> UpdateDistribution | None:
-    """Return the chain's noise, of which perhaps only the sign is seen; None without noise of a known density."""
+    """Return the chain's noise, also where only its sign is seen; None without noise of a known density."""
     noise = chain.update_distribution
     if any(isinstance(link, BatchTransform) for link in chain.links):
         return None  # the noisy update is computed from other examples, which no prior here describes

@@ -64,7 +64,7 @@ class Column(Checked):
 
     @property
     def scaling(self) -> list[tuple[float, float]]:
-        """What is subtracted from each entry, and by what it is divided then."""
+        """The offset and the scale of each entry: the offset is subtracted, then the scale divides."""
         if self.numeric:
             return [(self.mean, self.std), *[(0.0, 1.0)] * self.optional]
         # the entry of a category that nobody has would be divided by 0
